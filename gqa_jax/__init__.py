@@ -1,18 +1,37 @@
-"""Grouped-query attention for JAX and Flax."""
+"""Grouped-query attention for JAX and Flax: from a pure function to real checkpoints that decode.
+
+>>> import jax, gqa_jax
+>>> config = gqa_jax.Config(vocab_size=101, num_layers=2, model_dim=24, mlp_dim=40, num_heads=6, num_kv_heads=2, head_dim=8,
+...                         context_length=64)
+>>> params = gqa_jax.init_params(config, jax.random.key(0))
+>>> cache = gqa_jax.init_cache(config, batch=1, capacity=16)
+>>> logits, cache = gqa_jax.forward(params, jax.numpy.array([[5, 7, 11]]), cache, config)
+>>> logits.shape, cache.length
+((1, 3, 101), Array([3], dtype=int32))
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from gqa_jax.attention import causal_mask, grouped_query_attention
-from gqa_jax.cache import KVCache, grow, init_cache, rewind, write
-from gqa_jax.config import Attention, Config, Rope
+from gqa_jax.cache import KVCache, advance, grow, init_cache, rewind, write
+from gqa_jax.config import Attention, Config, DivisorScaling, LinearScaling, Llama3Scaling, Rope
 from gqa_jax.decoder import forward, init_params, param_axes
 from gqa_jax.generate import Generation, Model, generate
+
+if TYPE_CHECKING:
+    from gqa_jax.checkpoint import load
 
 __all__ = [
     "Attention",
     "Config",
+    "DivisorScaling",
     "Generation",
     "KVCache",
+    "LinearScaling",
+    "Llama3Scaling",
     "Model",
     "Rope",
+    "advance",
     "causal_mask",
     "forward",
     "generate",
@@ -20,7 +39,17 @@ __all__ = [
     "grow",
     "init_cache",
     "init_params",
+    "load",
     "param_axes",
     "rewind",
     "write",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Brings `load`, and with it the file formats, only when it is asked for."""
+    if name == "load":
+        from gqa_jax.checkpoint import load
+
+        return load
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -173,7 +173,7 @@ def attend(
 
 def _rows(x: Float[Array, "B K G T any"]) -> Float[Array, "B K M any"]:
     """Lays a group's queries out as one axis of rows: XLA on CPU is up to 1.6 times faster with one than with two."""
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
@@ -191,9 +191,11 @@ def _wider(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype:
 
 def merge(a: Part, b: Part) -> Part:
     """Joins what was learnt from two disjoint sets of keys, as if they had been read together."""
-    lse = jnp.logaddexp(a.lse, b.lse)
-    base = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    return Part(sum(jnp.exp(part.lse - base)[..., None] * part.out for part in (a, b)), lse)
+    empty = jnp.isneginf(jnp.maximum(a.lse, b.lse))
+    # Two empty parts stay out of logaddexp, whose gradient at (-inf, -inf) is NaN.
+    lse = jnp.logaddexp(*(jnp.where(empty, 0.0, part.lse) for part in (a, b)))
+    out_a, out_b = (jnp.exp(part.lse - lse)[..., None] * part.out for part in (a, b))
+    return Part(out_a + out_b, jnp.where(empty, -jnp.inf, lse))
 
 
 def add_sinks(part: Part, sinks: Float[Array, "K G"]) -> Part:
@@ -255,7 +257,8 @@ def _attend_filled_forward(q, k, v, q_positions, filled, reading):
 def _attend_filled_backward(reading, kept, cotangent):
     q, k, v, q_positions, filled = kept
     mask = _mask(q_positions, jnp.arange(k.shape[2], dtype=filled.dtype), filled, reading)
-    _, pull = jax.vjp(lambda *x: attend(*x, mask, scale=reading.scale, softcap=reading.softcap), q, k, v)
+    read = partial(attend, mask=mask, scale=reading.scale, softcap=reading.softcap)
+    _, pull = jax.vjp(read, q, k, v)
     return *pull(cotangent), None, None
 
 

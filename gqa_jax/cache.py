@@ -11,8 +11,9 @@ import typing
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jax.core import Tracer
 from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from gqa_jax.config import Config
 
@@ -68,7 +69,7 @@ def check_room(cache: KVCache, new_tokens: int) -> None:
     Raises:
         ValueError: the fullest row has no room for them.
     """
-    traced = isinstance(cache.length, jax.core.Tracer)
+    traced = isinstance(cache.length, Tracer)
     fullest = 0 if traced else int(cache.length.max())
     if fullest + new_tokens > cache.capacity:
         raise ValueError(

@@ -1,13 +1,16 @@
-"""Text from a model: prompts are read in chunks, then one jitted loop feeds back a token at a time.
+"""Text from a model: everything is checked on the host, prompts are read in chunks, then one jitted loop writes.
 
-Reading a prompt and decoding are the same step, `extend`: some new tokens for each row go in, the logits of what follows the
-last one come out. What the rows remember is a `KVCache`, or a `Transcript`, which keeps only the ids and computes everything
-anew, to show what a cache is worth.
+>>> import gqa_jax
+>>> tiny = gqa_jax.Config(vocab_size=11, num_layers=1, model_dim=8, mlp_dim=12, num_heads=4, num_kv_heads=2, head_dim=4,
+...                       context_length=32)
+>>> model = gqa_jax.Model(tiny, gqa_jax.init_params(tiny, jax.random.key(0)))
+>>> generation = generate(model, [[1, 2, 3], [4]], max_new_tokens=5)
+>>> [len(ids) for ids in generation.ids], generation.stop_reason
+([5, 5], ['length', 'length'])
 """
 
 import dataclasses
 import time
-import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, overload
@@ -15,46 +18,62 @@ from typing import Any, Literal, NamedTuple, Protocol, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from gqa_jax import cache as kv
-from gqa_jax import decoder
+from gqa_jax import loop
 from gqa_jax.cache import KVCache
 from gqa_jax.config import Config
-from gqa_jax.sampling import PerRow, Sampling, penalise, sample, sampling
+from gqa_jax.decoder import Params
+from gqa_jax.loop import State, Transcript
+from gqa_jax.sampling import PerRow, Sampling, sampling
 
 PROMPT_CHUNK = 512
 STREAM_STEPS = 4
 CAPACITY_STEP = 256
 
-Prompt = str | Sequence[int] | np.ndarray | Array
+Ids = Sequence[int | np.integer] | np.ndarray | Array
+Prompt = str | Ids
+Reason = Literal["stop", "length"]
 Progress = Callable[[str, int, int], None]
 
 
 class Codec(Protocol):
     """What `generate` asks of a tokenizer; `gqa_jax.tokenizer.Tokenizer` is one."""
 
-    stop_ids: tuple[int, ...]
+    @property
+    def vocab_size(self) -> int:
+        """How many ids have a text; the model's vocabulary may be padded beyond."""
+        ...
 
-    def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]: ...
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a text or a turn."""
+        ...
 
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
+        """Returns the ids of a text, with a beginning-of-text token as `add_bos` says, or the file where None."""
+        ...
 
-    def stream(self) -> Any: ...
+    def stream(self) -> Any:
+        """Returns what turns ids into text one by one, with `push(id)` and `flush()`."""
+        ...
 
 
 class Model(NamedTuple):
     """A decoder with its weights, and the tokenizer that goes with them (None: ids only)."""
 
     config: Config
-    params: decoder.Params
+    params: Params
     tokenizer: Codec | None = None
 
 
 class Stats(NamedTuple):
-    """What a call to `generate` cost. Compilation is apart from the two times of running."""
+    """What a call to `generate` cost; compilation is apart from the two times of running.
+
+    `temporary_bytes` is the most that a compiled step takes beside the weights, the cache and its results.
+    """
 
     prompt_tokens: int
     new_tokens: int
@@ -68,14 +87,14 @@ class Stats(NamedTuple):
 class Generation(NamedTuple):
     """What `generate` returns, with one entry for each prompt.
 
-    `ids` are the new tokens with the stop token, where there is one; `text` is what they say without it (empty strings
-    without a tokenizer). `stop_reason` is "stop" or "length". `cache` holds prompts and new tokens, all of them, and goes on
-    as the `cache` of the next call; it is None where none was used.
+    `ids` are the new tokens with the stop token, where there is one; `text` is what they say without it (empty where the
+    model has no tokenizer). `cache` holds prompts and new tokens, all of them, and goes on as the `cache` of the next call;
+    it is None where none was used.
     """
 
     text: list[str]
     ids: list[list[int]]
-    stop_reason: list[Literal["stop", "length"]]
+    stop_reason: list[Reason]
     cache: KVCache | None
     stats: Stats
 
@@ -86,17 +105,17 @@ class Piece(str):
     row: int
 
     def __new__(cls, text: str, row: int) -> "Piece":
+        """Makes a string that knows its row."""
         piece = super().__new__(cls, text)
         piece.row = row
         return piece
 
 
 class Stream:
-    """Yields `Piece`s of text as they come; `generation` is there when it has ended."""
+    """Yields `Piece`s of text as they come; `generation` is there when they have ended."""
 
     def __init__(self, run: "_Run"):
-        self._pieces = run.pieces(self)
-        self.generation: Generation | None = None
+        self._run, self._pieces = run, run.pieces()
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
@@ -104,42 +123,17 @@ class Stream:
     def __next__(self) -> Piece:
         return next(self._pieces)
 
-
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Transcript:
-    """The memory of rows without a cache: their ids, and how many there are."""
-
-    ids: Int[Array, "B S"]
-    length: Int[Array, " B"]
-
     @property
-    def capacity(self) -> int:
-        """How many tokens each row has room for."""
-        return self.ids.shape[1]
-
-
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """What the decode loop carries: the rows' memory, the logits of what comes next, and the tokens drawn so far."""
-
-    memory: KVCache | Transcript
-    logits: Float[Array, "B V"]
-    tokens: Int[Array, "B new"]
-    drawn: Int[Array, " B"]
-    stopped: Bool[Array, " B"]
-    seen: Bool[Array, "B V"] | None
-    step: Int[Array, ""]
+    def generation(self) -> Generation:
+        """What has been generated; what is left of the stream is left out."""
+        return self._run.generation()
 
 
 @overload
 def generate(model: Model, prompts: Prompt | Sequence[Prompt], *, stream: Literal[False] = False, **how: Any) -> Generation: ...
 @overload
 def generate(model: Model, prompts: Prompt | Sequence[Prompt], *, stream: Literal[True], **how: Any) -> Stream: ...
-def generate(
+def generate(  # pyright: ignore[reportInconsistentOverload]
     model: Model,
     prompts: Prompt | Sequence[Prompt],
     *,
@@ -150,7 +144,7 @@ def generate(
     min_p: PerRow = 0.0,
     repetition_penalty: PerRow = 1.0,
     seed: int = 0,
-    stop: int | Iterable[int] | None = None,
+    stop: int | Iterable[int | np.integer] | Array | None = None,
     stream: bool = False,
     use_cache: bool = True,
     cache: KVCache | None = None,
@@ -164,40 +158,43 @@ def generate(
         model: what `gqa_jax.load` returns.
         prompts: a string, a list of ids, or a list of such; they may differ in length.
         max_new_tokens: how many tokens each row may gain, a stop token included.
-        temperature: 0 takes the likeliest token. It and the four below are explained at `gqa_jax.sampling.sampling`.
-        top_k: keeps so many of the likeliest tokens.
-        top_p: keeps the likeliest tokens that hold so much probability.
+        temperature: divides the logits; 0 takes the likeliest token. Like the three probabilities it may differ by row.
+        top_k: keeps so many of the likeliest tokens; None keeps all.
+        top_p: keeps the likeliest tokens that together hold so much probability.
         min_p: keeps tokens at least so many times as likely as the likeliest.
-        repetition_penalty: makes tokens that have occurred less likely.
-        seed: the same seed gives the same text; each row draws for itself, whatever stands in the others.
+        repetition_penalty: makes tokens that have occurred, in the prompt too, less likely.
+        seed: the same seed gives the same text; a row's draws do not depend on the other rows.
         stop: ids that end a row; None takes the model's own, () none.
-        stream: yields the text in pieces as it comes.
+        stream: returns a `Stream`, which yields the text in pieces as it comes.
         use_cache: False computes everything anew for every token, for comparison.
         cache: goes on from the cache of an earlier `Generation`, which is consumed; prompts hold only what is new.
         capacity: room for so many tokens in each row; None takes what is needed, rounded up.
         cache_dtype: float32, bfloat16 or float16; None takes the dtype of the weights.
-        progress: is told (what, done, total) while compiling and reading.
+        progress: is told (what, done, total) while compiling.
 
     Raises:
         ValueError: an empty prompt, ids beyond the vocabulary, more tokens than the model's context or the cache has room
             for, or a number outside its range.
     """
-    run = _Run(model, _ids_of(model, prompts, cache), max_new_tokens, _stop_ids(model, stop), seed, progress)
-    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    run.how = sampling(len(run.prompts), repetition_penalty=repetition_penalty, **how)
-    run.memory = _memory(run, use_cache, cache, capacity, cache_dtype)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    ids = _ids_of(model, prompts, cache)
+    how = sampling(
+        len(ids), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    stops = _stop_ids(model, stop)
+    if stream and model.tokenizer is None:
+        raise ValueError("The model has no tokenizer, so there is no text to stream.")
+    memory = _memory(model, ids, max_new_tokens, use_cache, cache, capacity, cache_dtype)
+    run = _Run(model, ids, max_new_tokens, how, stops, seed, progress)
     if stream:
-        return Stream(run)
-    run.start()
-    run.decode(max_new_tokens)
-    return run.generation()
+        return Stream(run.read(memory))
+    return run.read(memory).write(max_new_tokens).generation()
 
 
 def _ids_of(model: Model, prompts: Prompt | Sequence[Prompt], cache: KVCache | None) -> list[list[int]]:
     """Turns every form of prompts into lists of ids, and refuses what the model cannot read."""
-    one = isinstance(prompts, str) or getattr(prompts, "ndim", 0) == 1
-    if not one and len(prompts) and all(isinstance(id, int | np.integer) for id in prompts):
-        one = True
+    one = isinstance(prompts, str) or (len(prompts) > 0 and all(np.ndim(id) == 0 and not isinstance(id, str) for id in prompts))
     rows = [prompts] if one else list(prompts)
     if not rows:
         raise ValueError("There are no prompts; at least one is needed.")
@@ -218,165 +215,200 @@ def _ids_of(model: Model, prompts: Prompt | Sequence[Prompt], cache: KVCache | N
 
 def _check_ids(ids: list[int], row: int, config: Config) -> None:
     if not ids:
-        raise ValueError(f"Prompt {row} is empty, and the model adds no beginning-of-text token; give it at least one token.")
+        raise ValueError(f"Prompt {row} is empty, and the model adds no token of its own; give it at least one token.")
     for id in (min(ids), max(ids)):
         if not 0 <= id < config.vocab_size:
             raise ValueError(f"Prompt {row} holds the id {id}; the vocabulary has {config.vocab_size}, from 0 on.")
 
 
-def _stop_ids(model: Model, stop: int | Iterable[int] | None) -> tuple[int, ...]:
+def _stop_ids(model: Model, stop: int | Iterable[int | np.integer] | Array | None) -> tuple[int, ...]:
     if stop is None:
         return () if model.tokenizer is None else tuple(model.tokenizer.stop_ids)
-    ids = tuple(int(id) for id in np.asarray([stop] if np.ndim(stop) == 0 else list(stop), int).reshape(-1))
+    many = list(stop) if isinstance(stop, Iterable) and getattr(stop, "ndim", 1) else stop
+    ids = tuple(np.asarray(many, int).reshape(-1).tolist())
     for id in ids:
         if not 0 <= id < model.config.vocab_size:
             raise ValueError(f"The stop id is {id}; the vocabulary has {model.config.vocab_size}, from 0 on.")
     return ids
 
 
-def _memory(run: "_Run", use_cache: bool, cache: KVCache | None, capacity: int | None, dtype: DTypeLike | None):
+def _memory(
+    model: Model,
+    ids: list[list[int]],
+    max_new_tokens: int,
+    use_cache: bool,
+    cache: KVCache | None,
+    capacity: int | None,
+    dtype: DTypeLike | None,
+) -> KVCache | Transcript:
     """Makes room for what each row holds, its prompt and its new tokens, or says why there is none."""
-    config, batch = run.model.config, len(run.prompts)
-    held = np.zeros(batch, int) if cache is None else np.asarray(cache.length)
-    needed = int(max(held[row] + len(prompt) for row, prompt in enumerate(run.prompts))) + run.max_new_tokens
-    if needed > config.context_length:
-        raise ValueError(
-            f"{needed - run.max_new_tokens} tokens of prompt and {run.max_new_tokens} new ones are {needed} tokens; the "
-            f"model's context is {config.context_length}. Shorten the prompt or lower max_new_tokens."
-        )
-    room = capacity if capacity is not None else (-(-needed // CAPACITY_STEP) * CAPACITY_STEP if cache is None else cache.capacity)
-    if room < needed:
-        raise ValueError(
-            f"{needed - run.max_new_tokens} tokens of prompt and {run.max_new_tokens} new ones do not fit into a capacity of "
-            f"{room}; pass capacity={needed} or more, or lower max_new_tokens."
-        )
+    batch, context = len(ids), model.config.context_length
+    held = [0] * batch if cache is None else np.asarray(cache.length).tolist()
+    read = max(row + len(prompt) for row, prompt in zip(held, ids, strict=True))
+    needed = read + max_new_tokens
+    tokens = f"{read} tokens of prompt and {max_new_tokens} new ones are {needed} tokens"
+    if needed > context:
+        raise ValueError(f"{tokens}; the model's context is {context}. Shorten the prompt or lower max_new_tokens.")
+    if capacity is None:
+        capacity = cache.capacity if cache is not None else -(-needed // CAPACITY_STEP) * CAPACITY_STEP
+    if needed > capacity:
+        raise ValueError(f"{tokens}; the cache has room for {capacity}. Pass capacity={needed}, or lower max_new_tokens.")
     if not use_cache:
         if cache is not None:
-            raise ValueError("use_cache=False goes on from no cache; leave one of the two out.")
-        return Transcript(jnp.zeros((batch, room), jnp.int32), jnp.zeros(batch, jnp.int32))
+            raise ValueError("use_cache=False cannot go on from a cache; leave one of the two out.")
+        return Transcript(jnp.zeros((batch, capacity), jnp.int32), jnp.zeros(batch, jnp.int32))
     if cache is None:
-        return kv.init_cache(config, batch, room, run.model.params["embedding"].dtype if dtype is None else dtype)
-    _check_cache(cache, config)
-    return kv.grow(cache, max(room, cache.capacity)) if room != cache.capacity else cache
+        return kv.init_cache(model.config, batch, capacity, model.params["embedding"].dtype if dtype is None else dtype)
+    _check_cache(cache, model.config, dtype)
+    return kv.grow(cache, capacity) if capacity > cache.capacity else cache
 
 
-def _check_cache(cache: KVCache, config: Config) -> None:
+def _check_cache(cache: KVCache, config: Config, dtype: DTypeLike | None) -> None:
     have = (len(cache.k), cache.k[0].shape[1], cache.k[0].shape[3])
     want = (config.num_layers, config.num_kv_heads, config.head_dim)
     if have != want:
-        names = "layers, KV heads and head width"
-        raise ValueError(f"The cache has {have} {names}, the model {want}; make it with gqa_jax.init_cache(model.config, ...).")
+        raise ValueError(
+            f"The cache has {have[0]} layers of {have[1]} KV heads of width {have[2]}, the model {want[0]} of {want[1]} of "
+            f"width {want[2]}; make it with gqa_jax.init_cache(model.config, ...)."
+        )
+    if dtype is not None and cache.k[0].dtype != jnp.dtype(dtype):
+        raise ValueError(f"The cache is {cache.k[0].dtype} and cache_dtype is {jnp.dtype(dtype)}; a cache keeps its dtype.")
 
 
 class _Run:
     """One call to `generate`, from checked arguments to the result."""
 
-    how: Sampling
-    memory: KVCache | Transcript
     state: State
 
-    def __init__(self, model, prompts, max_new_tokens, stop, seed, progress):
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
-        self.model, self.prompts, self.max_new_tokens = model, prompts, max_new_tokens
-        self.stop = jnp.asarray(stop, jnp.int32)
-        self.keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(prompts), dtype=jnp.uint32))
+    def __init__(
+        self,
+        model: Model,
+        ids: list[list[int]],
+        max_new_tokens: int,
+        how: Sampling,
+        stops: tuple[int, ...],
+        seed: int,
+        progress: Progress | None,
+    ):
+        self.model, self.prompts, self.max_new_tokens, self.how = model, ids, max_new_tokens, how
+        self.stops = jnp.asarray(stops, jnp.int32)
+        self.keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(ids), dtype=jnp.uint32))
         self.progress = progress or (lambda what, done, total: None)
-        self.compile_seconds = self.prompt_seconds = self.decode_seconds = 0.0
-        self.temporary_bytes = 0
+        self.seconds = {"compile": 0.0, "prompt": 0.0, "decode": 0.0}
+        self.temporary_bytes: dict[Any, int] = {}
 
-    def start(self) -> None:
+    def read(self, memory: KVCache | Transcript) -> "_Run":
         """Reads the prompts."""
-        batch, vocabulary = len(self.prompts), self.model.config.vocab_size
+        batch, vocabulary, capacity = len(self.prompts), self.model.config.vocab_size, memory.capacity
         logits = jnp.zeros((batch, vocabulary), jnp.float32)
-        capacity = self.memory.capacity
-        for tokens, count in _chunks(self.prompts, self.memory):
-            self.memory = _with_room(self.memory, tokens.shape[1])
-            logits, self.memory = self._call("prompt", _extend, tokens, count, logits, self.memory)
-        self.memory = _cut_to(self.memory, capacity)
-        seen = None
-        if self.how.penalises:
-            seen = np.zeros((batch, vocabulary), bool)
-            for row, prompt in enumerate(self.prompts):
-                seen[row, prompt] = True
-            seen = jnp.asarray(seen)
-        room = 1 << max(6, (self.max_new_tokens - 1).bit_length())
+        for tokens, count in _chunks(self.prompts, memory):
+            memory = _with_room(memory, tokens.shape[1])
+            shapes = (tokens.shape, memory.capacity)
+            logits, memory = self._call("prompt", shapes, loop.extend, tokens, count, logits, memory)
         none = jnp.zeros(batch, jnp.int32)
-        tokens = jnp.zeros((batch, room), jnp.int32)
-        self.state = State(self.memory, logits, tokens, none, none.astype(bool), seen, jnp.int32(0))
+        self.state = State(
+            memory=_cut_to(memory, capacity),
+            logits=logits,
+            # Few different lengths, so that another max_new_tokens seldom compiles anew.
+            tokens=jnp.zeros((batch, 1 << max(6, (self.max_new_tokens - 1).bit_length())), jnp.int32),
+            drawn=none,
+            stopped=none.astype(bool),
+            seen=_seen(self.prompts, vocabulary) if self.how.penalises else None,
+            step=jnp.int32(0),
+        )
+        return self
 
-    def decode(self, until: int) -> None:
+    def write(self, until: int) -> "_Run":
         """Draws tokens until each row has stopped or gained `until`."""
-        self.state = self._call("decode", _decode, self.how, self.keys, self.stop, jnp.int32(until), self.state)
+        arguments = (self.how, self.keys, self.stops, jnp.int32(until), self.state)
+        self.state = self._call("decode", (), loop.decode, *arguments)
+        return self
 
-    def _call(self, what: str, step: Any, *arguments: Any) -> Any:
+    def _call(self, what: str, shapes: tuple, step: Any, *arguments: Any) -> Any:
         """Runs a jitted step, with compilation timed apart from it."""
         start = time.perf_counter()
-        self.progress(f"compiling {what}", 0, 1)
-        compiled = step.lower(self.model.params, *arguments, config=self.model.config).compile()
-        self.progress(f"compiling {what}", 1, 1)
+        if (what, shapes) not in self.temporary_bytes:
+            self.progress(f"compiling {what}", 0, 1)
+            memory = step.lower(self.model.params, *arguments, config=self.model.config).compile().memory_analysis()
+            self.temporary_bytes[what, shapes] = 0 if memory is None else memory.temp_size_in_bytes
+            self.progress(f"compiling {what}", 1, 1)
         ready = time.perf_counter()
-        result = jax.block_until_ready(compiled(self.model.params, *arguments))
-        self.compile_seconds += ready - start
-        spent = f"{what}_seconds"
-        setattr(self, spent, getattr(self, spent) + time.perf_counter() - ready)
-        memory = compiled.memory_analysis()
-        self.temporary_bytes = max(self.temporary_bytes, 0 if memory is None else memory.temp_size_in_bytes)
+        result = jax.block_until_ready(step(self.model.params, *arguments, config=self.model.config))
+        self.seconds["compile"] += ready - start
+        self.seconds[what] += time.perf_counter() - ready
         return result
 
-    def pieces(self, stream: Stream) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """Decodes a few steps at a time and yields what each row has gained."""
-        self.start()
-        codec = self.model.tokenizer
-        if codec is None:
-            raise ValueError("The model has no tokenizer, so there is no text to stream.")
-        rows = [codec.stream() for _ in self.prompts]
+        rows = [self._voice(row) for row in range(len(self.prompts))]
         told = [0] * len(rows)
         for until in range(STREAM_STEPS, self.max_new_tokens + STREAM_STEPS, STREAM_STEPS):
-            self.decode(min(until, self.max_new_tokens))
-            ids, reasons = self._new()
-            for row, text in enumerate(rows):
-                spoken = ids[row][: len(ids[row]) - (reasons[row] == "stop")]
-                new = "".join(text.step(id) for id in spoken[told[row] :])
-                told[row] = len(spoken)
-                if new:
+            self.write(min(until, self.max_new_tokens))
+            ids, reasons = self._drawn()
+            for row, voice in enumerate(rows):
+                said = self._said(ids[row], reasons[row])
+                if new := "".join(voice.push(id) for id in said[told[row] :]):
                     yield Piece(new, row)
+                told[row] = len(said)
             if all(reason == "stop" for reason in reasons):
                 break
-        for row, text in enumerate(rows):
-            if rest := text.finish():
+        for row, voice in enumerate(rows):
+            if rest := voice.flush():
                 yield Piece(rest, row)
-        stream.generation = self.generation()
 
-    def _new(self) -> tuple[list[list[int]], list[Literal["stop", "length"]]]:
+    def _drawn(self) -> tuple[list[list[int]], list[Reason]]:
         tokens, drawn, stopped = jax.device_get((self.state.tokens, self.state.drawn, self.state.stopped))
-        ids = [[int(id) for id in row[:count]] for row, count in zip(tokens, drawn, strict=True)]
-        return ids, ["stop" if flag else "length" for flag in stopped]
+        ids = [row[:count].tolist() for row, count in zip(tokens, drawn, strict=True)]
+        return ids, ["stop" if ended else "length" for ended in stopped]
+
+    def _voice(self, row: int) -> Any:
+        """Returns what turns the new ids of a row into text, put behind its prompt, where a word may begin with a space."""
+        assert self.model.tokenizer is not None
+        voice, last = self.model.tokenizer.stream(), self.prompts[row][-1]
+        if last < self.model.tokenizer.vocab_size:
+            voice.push(last)
+        return voice
+
+    def _text(self, row: int, said: list[int]) -> str:
+        if self.model.tokenizer is None:
+            return ""
+        voice = self._voice(row)
+        return "".join([*(voice.push(id) for id in said), voice.flush()])
+
+    def _said(self, ids: list[int], reason: Reason) -> list[int]:
+        """Leaves out the stop token, and ids that only pad the model's vocabulary and have no text."""
+        spoken = ids[:-1] if reason == "stop" else ids
+        codec = self.model.tokenizer
+        return spoken if codec is None else [id for id in spoken if id < codec.vocab_size]
 
     def generation(self) -> Generation:
         """Brings the result to the host."""
-        ids, reasons = self._new()
-        codec, memory = self.model.tokenizer, self.state.memory
-        spoken = [row[: len(row) - (reason == "stop")] for row, reason in zip(ids, reasons, strict=True)]
+        ids, reasons = self._drawn()
+        memory = self.state.memory
+        said = [self._said(row, reason) for row, reason in zip(ids, reasons, strict=True)]
         cache = memory if isinstance(memory, KVCache) else None
         stats = Stats(
             prompt_tokens=sum(len(prompt) for prompt in self.prompts),
             new_tokens=sum(len(row) for row in ids),
-            compile_seconds=self.compile_seconds,
-            prompt_seconds=self.prompt_seconds,
-            decode_seconds=self.decode_seconds,
+            **{f"{what}_seconds": spent for what, spent in self.seconds.items()},
             cache_bytes=0 if cache is None else cache.nbytes,
-            temporary_bytes=self.temporary_bytes,
+            temporary_bytes=max(self.temporary_bytes.values()),
         )
-        return Generation(["" if codec is None else codec.decode(row) for row in spoken], ids, reasons, cache, stats)
+        return Generation([self._text(row, ids) for row, ids in enumerate(said)], ids, reasons, cache, stats)
+
+
+def _seen(prompts: list[list[int]], vocabulary: int) -> Array:
+    seen = np.zeros((len(prompts), vocabulary), bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, prompt] = True
+    return jnp.asarray(seen)
 
 
 def _chunks(prompts: list[list[int]], memory: KVCache | Transcript) -> Iterator[tuple[Array, Array]]:
     """Yields right-padded pieces of the prompts, in few different lengths, and how many tokens of each row are real."""
     lengths = np.array([len(prompt) for prompt in prompts])
-    longest = int(lengths.max())
+    longest, fullest = int(lengths.max()), int(memory.length.max())
     step = PROMPT_CHUNK if isinstance(memory, KVCache) else longest
-    fullest = int(memory.length.max())
     for start in range(0, longest, step):
         size = min(step, longest - start)
         padded = min(1 << max(4, (size - 1).bit_length()), step)
@@ -396,69 +428,7 @@ def _with_room(memory: KVCache | Transcript, new_tokens: int) -> KVCache | Trans
 
 
 def _cut_to(memory: KVCache | Transcript, capacity: int) -> KVCache | Transcript:
-    if memory.capacity == capacity or isinstance(memory, Transcript):
+    if isinstance(memory, Transcript) or memory.capacity == capacity:
         return memory
     k, v = (tuple(x[:, :, :capacity] for x in layers) for layers in (memory.k, memory.v))
     return dataclasses.replace(memory, k=k, v=v)
-
-
-def extend(
-    params: decoder.Params,
-    tokens: Int[Array, "B T"],
-    count: Int[Array, " B"],
-    logits: Float[Array, "B V"],
-    memory: KVCache | Transcript,
-    config: Config,
-) -> tuple[Float[Array, "B V"], KVCache | Transcript]:
-    """Adds the first `count` of T tokens to each row; returns the logits of what follows, and the memory.
-
-    A row that gains nothing keeps its `logits`. Tokens behind `count` leave junk behind a row's end, which nobody reads and
-    later tokens overwrite.
-    """
-    if isinstance(memory, Transcript):
-        put = jax.vmap(partial(lax.dynamic_update_slice_in_dim, axis=0))
-        longer = Transcript(put(memory.ids, tokens, memory.length), memory.length + count)
-        x, _ = decoder.hidden_states(params, longer.ids, None, config)
-        last = longer.length - 1
-    else:
-        x, longer = decoder.hidden_states(params, tokens, memory, config)
-        longer = kv.rewind(longer, memory.length + count)
-        last = count - 1
-    x = jnp.take_along_axis(x, jnp.maximum(last, 0)[:, None, None], axis=1)
-    following = decoder.logits(params, x, config)[:, 0]
-    return jnp.where((count > 0)[:, None], following, logits), longer
-
-
-_extend = jax.jit(extend, static_argnames="config", donate_argnames=("logits", "memory"))
-
-
-@partial(jax.jit, static_argnames="config", donate_argnames="state")
-def _decode(
-    params: decoder.Params,
-    how: Sampling,
-    keys: Array,
-    stop: Int[Array, " stops"],
-    until: Int[Array, ""],
-    state: State,
-    config: Config,
-) -> State:
-    """Draws and feeds back one token a row and step, until step `until` or every row has stopped."""
-
-    def step(state: State) -> State:
-        logits = state.logits if state.seen is None else penalise(state.logits, state.seen, how)
-        tokens = sample(logits, jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(state.step, keys.shape)), how)
-        going = ~state.stopped
-        count = going.astype(jnp.int32)
-        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        following, memory = extend(params, tokens[:, None], count, state.logits, state.memory, config)
-        return State(
-            memory=memory,
-            logits=following,
-            tokens=state.tokens.at[:, state.step].set(tokens),
-            drawn=state.drawn + count,
-            stopped=state.stopped | (going & (tokens[:, None] == stop).any(axis=1)),
-            seen=None if state.seen is None else state.seen.at[rows, tokens].set(True),
-            step=state.step + 1,
-        )
-
-    return lax.while_loop(lambda state: (state.step < until) & ~state.stopped.all(), step, state)

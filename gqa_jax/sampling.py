@@ -1,4 +1,7 @@
-"""From logits to the next token: greedy, or drawn with temperature, top-k, top-p (arXiv:1904.09751) and min-p (arXiv:2407.01082)."""
+"""From logits to the next token: the likeliest, or one drawn.
+
+Temperature and top-k are old; top-p is arXiv:1904.09751, min-p arXiv:2407.01082, the repetition penalty arXiv:1909.05858.
+"""
 
 import dataclasses
 import math
@@ -10,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-PerRow = float | Sequence[float] | np.ndarray | Array
+PerRow = float | int | Sequence[float | int] | np.ndarray | Array
 
 
 @typing.no_type_check

@@ -11,8 +11,8 @@ import operator
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, SupportsIndex
 
 import jinja2
 import jinja2.ext
@@ -20,48 +20,37 @@ import jinja2.sandbox
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_QWEN35 = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-)
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-)
-_DEEPSEEK3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
-)
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_QWEN2 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_QWEN35 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
+_SMALL = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_LARGE = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_TEKKEN = f"{_SMALL}|{_LARGE}" + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+_GPT4O = f"{_SMALL}{_ENDINGS}?|{_LARGE}{_ENDINGS}?" + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+_ASCII_MARK = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_DEEPSEEK3 = _ASCII_MARK + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
 
-# What `tokenizer.ggml.pre` names: the regular expressions that cut a text before its pieces are merged, in turn.
+# What `tokenizer.ggml.pre` names: the patterns that cut a text, in turn, into the words that BPE works on.
 _PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
-    "deepseek-v3": (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3),
+    "deepseek-v3": (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3),
 }
-_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word in the vocabulary skips the merges; BOS by default
-_COMPOSED = {"qwen2", "deepseek-r1-qwen", "qwen35"}  # text is brought to Unicode form NFC first
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # words in the vocabulary skip the merges; BOS by default
+_COMPOSED = {"qwen2", "deepseek-r1-qwen", "qwen35"}  # text is brought to Unicode's form NFC first
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # the values of tokenizer.ggml.token_type that matter here
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type; 5 is unused, 6 a byte
 
-_ENDS_OF_TURN = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>"),
-    *("<|endoftext|>", "<|end_of_text|>"),
-)
+_ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>")
+_ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -69,8 +58,8 @@ _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 class Tokenizer:
     """Encodes and decodes text and renders chats; `from_gguf` and `from_folder` make one.
 
-    `stop_ids` are the tokens that end a text or a turn, the file's end of text first. `add_bos` and `add_eos` are what
-    the file asks for. `segment_start` matches where SentencePiece would put a space that the text does not have.
+    `stop_ids` end a text or a turn, the file's own end of text first. `add_bos` and `add_eos` are what the file asks
+    for. `segment_start` matches where SentencePiece puts a space that the text does not have.
     """
 
     backend: tokenizers.Tokenizer
@@ -86,68 +75,67 @@ class Tokenizer:
     def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
         """Returns the ids of `text`; special tokens written out in it become their ids.
 
-        BOS comes first where the file asks for it, or as `add_bos` says, and never twice where `text` begins with it.
+        BOS comes first where the file asks for it, or as `add_bos` says, and not again where `text` begins with it.
         """
         add_bos = self.add_bos if add_bos is None else add_bos
         if add_bos and self.bos_id is None:
-            raise ValueError("add_bos is True, but this tokenizer has no BOS token.")
+            raise ValueError("add_bos is True, but the tokenizer has no BOS token.")
         if self.segment_start is not None:
             text = self.segment_start.sub(r"\1 ", text)
         ids = self.backend.encode(text, add_special_tokens=False).ids
-        bos = [self.bos_id] if add_bos and ids[:1] != [self.bos_id] else []
-        eos = [self.eos_id] if self.add_eos and ids[-1:] != [self.eos_id] else []
-        return bos + ids + eos
+        bos, eos = self.bos_id if add_bos else None, self.eos_id if self.add_eos else None
+        before = [] if bos is None or ids[:1] == [bos] else [bos]
+        after = [] if eos is None or ids[-1:] == [eos] else [eos]
+        return before + ids + after
 
-    def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
-        """Returns the text of `ids`, without special tokens unless `keep_special`; cut-off characters become U+FFFD."""
-        ids = [operator.index(token) for token in (ids.tolist() if hasattr(ids, "tolist") else ids)]
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"Token id {token} is outside the vocabulary of {self.vocab_size} tokens.")
-        return self.backend.decode(ids, skip_special_tokens=not keep_special)
+    def decode(self, ids: Iterable[SupportsIndex], *, keep_special: bool = False) -> str:
+        """Returns the text of `ids`; special tokens are dropped unless `keep_special`, broken UTF-8 shows as U+FFFD."""
+        checked = [_checked(token, self.vocab_size) for token in ids]
+        return self.backend.decode(checked, skip_special_tokens=not keep_special)
 
-    def decode_stream(self, ids: Iterable[int], *, keep_special: bool = False) -> Iterator[str]:
-        """Yields the text of `ids` piece by piece as they come; joined, the pieces are `decode` of all ids."""
-        stream = TextStream(self, keep_special=keep_special)
-        yield from filter(None, map(stream.push, ids))
-        yield from filter(None, [stream.flush()])
+    def stream(self, *, keep_special: bool = False) -> "TextStream":
+        """Returns a stream that decodes ids one by one, as they come."""
+        return TextStream(self, keep_special=keep_special)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """Returns `messages` as the text the model was trained on; each has a `role` and a `content`.
+        """Returns `messages`, each with a `role` and a `content`, as the text the model was trained on.
 
         Raises:
-          ValueError: there is no chat template, it refuses these messages, or it tries to leave its sandbox.
+          ValueError: there is no chat template, it refuses the messages, or it reaches out of its sandbox.
         """
         if self.chat_template is None:
-            raise ValueError("This tokenizer has no chat template; give `encode` plain text instead.")
+            raise ValueError("The tokenizer has no chat template; give `encode` plain text instead.")
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        texts = {name: self.backend.id_to_token(token) for name, token in ids.items() if token is not None}
-        variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        variables = {name: self.backend.id_to_token(token) for name, token in ids.items() if token is not None}
+        variables |= {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
-            return _compile(self.chat_template).render(**variables, **texts)
-        except Exception as error:  # the template is a program from the file: it may raise anything
+            return _compile(self.chat_template).render(messages=messages, **variables)
+        except Exception as error:  # the template is a program out of the file and may raise anything
             raise ValueError(f"The chat template does not render these messages: {error}") from error
 
 
 class TextStream:
-    """Turns ids into text one by one; all that `push` returns, then `flush`, joins to `decode` of all ids.
+    """Turns ids into text one by one; what `push` returns, and `flush` at the end, joins to `decode` of all ids.
 
-    Text is held back while later ids could change it: a character cut off shows as U+FFFD, and a run of byte pieces
-    such as `<0xF0>` decodes as a whole, so that one wrong byte spoils it all.
+    Text is held back while later ids could change it: a character cut short shows as U+FFFD, and a run of byte pieces
+    such as `<0xF0>` is decoded as a whole, so that one wrong byte spoils all of it.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, keep_special: bool = False):
         self._tokenizer = tokenizer
         self._decode = functools.partial(tokenizer.decode, keep_special=keep_special)
-        self._ids: list[int] = []  # those of the last piece, kept as context, then those still held back
+        self._dropped = set() if keep_special else set(_special_ids(tokenizer.backend).values())
+        self._ids: list[int] = []  # first those of the last piece, for context, then those held back
         self._context = 0
         self._shown = 0
 
-    def push(self, token: int) -> str:
-        """Returns the text that `token` completes, possibly none."""
-        token = operator.index(token)
-        self._ids.append(token)
-        if _BYTE_PIECE.fullmatch(self._tokenizer.backend.id_to_token(token) or "") if token >= 0 else False:
+    def push(self, token: SupportsIndex) -> str:
+        """Returns the text that `token` completes, often none."""
+        index = _checked(token, self._tokenizer.vocab_size)
+        if index in self._dropped:
+            return ""
+        self._ids.append(index)
+        if _BYTE_PIECE.fullmatch(self._tokenizer.backend.id_to_token(index) or ""):
             return ""
         text = self._decode(self._ids)
         return "" if text.endswith("\ufffd") else self._advance(text)
@@ -165,48 +153,53 @@ class TextStream:
         return piece
 
 
+def _checked(token: SupportsIndex, vocab_size: int) -> int:
+    index = operator.index(token)
+    if not 0 <= index < vocab_size:
+        raise ValueError(f"Token id {index} is outside the vocabulary of {vocab_size} tokens.")
+    return index
+
+
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Returns the tokenizer that the `tokenizer.*` entries of a GGUF file describe.
 
     Raises:
-      ValueError: the kind of tokenizer or its pre-tokenizer is unknown, or an entry is missing.
+      ValueError: the kind of tokenizer or its pre-tokenizer is unknown, or an entry is missing or does not fit.
     """
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if ggml.get("model") not in builders:
         raise ValueError(f"tokenizer.ggml.model is {ggml.get('model')!r}; known are {', '.join(builders)}.")
     size = len(_column(ggml, "tokens"))
-    bos, eos, eot, eom = (_token_id(ggml, f"{name}_token_id", size) for name in ("bos", "eos", "eot", "eom"))
+    bos, eos, eot, eom = (_token_id(ggml, name) for name in ("bos", "eos", "eot", "eom"))
     kinds = _column(ggml, "token_type", size) if "token_type" in ggml else [_NORMAL] * size
     kinds = [_CONTROL if token in (bos, eos, eot, eom) else kind for token, kind in enumerate(kinds)]
     backend = builders[ggml["model"]](ggml, kinds)
-    bos_by_default = bos is not None and (ggml["model"] == "llama" or ggml.get("pre") in _WHOLE_WORDS)
+    bos_by_default = ggml["model"] == "llama" or ggml.get("pre") in _WHOLE_WORDS
     return Tokenizer(
         backend=backend,
         vocab_size=size,
         bos_id=bos,
         eos_id=eos,
-        stop_ids=_stop_ids(backend, (eos, eot, eom)),
-        add_bos=ggml.get("add_bos_token", bos_by_default),
-        add_eos=ggml.get("add_eos_token", False),
+        stop_ids=_stop_ids(backend, [eos, eot, eom]),
+        add_bos=bos is not None and ggml.get("add_bos_token", bos_by_default),
+        add_eos=eos is not None and ggml.get("add_eos_token", False),
         chat_template=metadata.get("tokenizer.chat_template"),
-        segment_start=_segment_start(backend) if _has_space_prefix(ggml) else None,
+        segment_start=_segment_start(backend) if ggml["model"] == "llama" and ggml.get("add_space_prefix", True) else None,
     )
 
 
-def _column(ggml: Mapping[str, Any], name: str, size: int | None = None) -> list:
+def _column(ggml: Mapping[str, Any], name: str, size: int | None = None) -> Sequence[Any]:
     if name not in ggml:
-        raise ValueError(f"The metadata has no tokenizer.ggml.{name}; this {ggml['model']!r} tokenizer needs it.")
+        raise ValueError(f"The metadata has no tokenizer.ggml.{name}, which model {ggml['model']!r} needs.")
     if size is not None and len(ggml[name]) != size:
-        raise ValueError(f"tokenizer.ggml.{name} has {len(ggml[name])} entries for {size} tokens; there must be one each.")
+        raise ValueError(f"tokenizer.ggml.{name} has {len(ggml[name])} entries for {size} tokens; it needs one each.")
     return ggml[name]
 
 
-def _token_id(ggml: Mapping[str, Any], name: str, size: int) -> int | None:
-    token = ggml.get(name)
-    if token is not None and not 0 <= token < size:
-        raise ValueError(f"tokenizer.ggml.{name} is {token}, outside the vocabulary of {size} tokens.")
-    return token
+def _token_id(ggml: Mapping[str, Any], name: str) -> int | None:
+    token = ggml.get(f"{name}_token_id")
+    return None if token is None else _checked(token, len(ggml["tokens"]))
 
 
 def _byte_level(ggml: Mapping[str, Any], kinds: Sequence[int]) -> tokenizers.Tokenizer:
@@ -214,53 +207,56 @@ def _byte_level(ggml: Mapping[str, Any], kinds: Sequence[int]) -> tokenizers.Tok
     if pre not in _PRE_TOKENIZERS:
         raise ValueError(f"tokenizer.ggml.pre is {pre!r}; known are {', '.join(_PRE_TOKENIZERS)}.")
     vocab = {token: index for index, token in enumerate(ggml["tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in _column(ggml, "merges")]
-    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in _WHOLE_WORDS))
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in _column(ggml, "merges"))]
+    backend = _backend(vocab, merges, ignore_merges=pre in _WHOLE_WORDS)
     if pre in _COMPOSED:
         backend.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in _PRE_TOKENIZERS[pre]]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
     backend.decoder = decoders.ByteLevel()
-    return _add_whole_tokens(backend, ggml["tokens"], kinds)
+    return _with_whole_tokens(backend, ggml["tokens"], kinds)
 
 
 def _sentencepiece(ggml: Mapping[str, Any], kinds: Sequence[int]) -> tokenizers.Tokenizer:
-    # User-defined tokens are matched in the text itself, so their spaces are spelled as spaces.
-    tokens = [
-        token.replace("▁", " ") if kind == _USER_DEFINED else token
-        for token, kind in zip(ggml["tokens"], kinds, strict=True)
-    ]
+    pieces = zip(ggml["tokens"], kinds, strict=True)
+    # User-defined tokens are found in the text as it is written, so their spaces must be spaces.
+    tokens = [token.replace("▁", " ") if kind == _USER_DEFINED else token for token, kind in pieces]
     vocab = {token: index for index, token in enumerate(tokens)}
     scored = zip(tokens, _column(ggml, "scores", len(tokens)), kinds, strict=True)
     merges = _merges({token: score for token, score, kind in scored if kind == _NORMAL})
-    unknown = tokens[_token_id(ggml, "unknown_token_id", len(tokens)) or 0]
-    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    unknown = tokens[_token_id(ggml, "unknown") or 0]
+    backend = _backend(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend.normalizer = normalizers.Replace(" ", "▁")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if _has_space_prefix(ggml) else steps)
-    return _add_whole_tokens(backend, tokens, kinds)
+    if ggml.get("add_space_prefix", True):
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    return _with_whole_tokens(backend, tokens, kinds)
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every pair of pieces that joins to a piece, the best-scored result first: the order SentencePiece merges in."""
+    # Every pair of pieces that joins to a piece, the best result first: the order in which SentencePiece merges.
     ranked = sorted(scores, key=scores.__getitem__, reverse=True)
     pairs = ((piece[:cut], piece[cut:]) for piece in ranked for cut in range(1, len(piece)))
     return [(left, right) for left, right in pairs if left in scores and right in scores]
 
 
-def _add_whole_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> tokenizers.Tokenizer:
-    def of(*wanted: int) -> list[tokenizers.AddedToken]:
-        chosen = [token for token, kind in zip(tokens, kinds, strict=True) if kind in wanted]
-        return [tokenizers.AddedToken(token, normalized=False) for token in chosen]
+def _backend(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise ValueError(f"The merges do not fit the vocabulary: {error}") from error
 
-    backend.add_special_tokens(of(_UNKNOWN, _CONTROL))
-    backend.add_tokens(of(_USER_DEFINED))
+
+def _with_whole_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> tokenizers.Tokenizer:
+    whole: dict[int, list] = {_UNKNOWN: [], _CONTROL: [], _USER_DEFINED: []}
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in whole:
+            whole[kind].append(tokenizers.AddedToken(token, normalized=False))
+    backend.add_special_tokens(whole[_UNKNOWN] + whole[_CONTROL])
+    backend.add_tokens(whole[_USER_DEFINED])
     return backend
-
-
-def _has_space_prefix(ggml: Mapping[str, Any]) -> bool:
-    return ggml["model"] == "llama" and ggml.get("add_space_prefix", True)
 
 
 def _segment_start(backend: tokenizers.Tokenizer) -> re.Pattern:
@@ -274,38 +270,97 @@ def _special_ids(backend: tokenizers.Tokenizer) -> dict[str, int]:
 
 def _stop_ids(backend: tokenizers.Tokenizer, from_file: Iterable[int | None]) -> tuple[int, ...]:
     special = _special_ids(backend)
-    if "<|return|>" in special:  # in gpt-oss `<|end|>` ends a message, and the turn goes on
+    if "<|return|>" in special:  # gpt-oss, where `<|end|>` ends a message and the turn goes on
         special.pop("<|end|>", None)
-    ids = [*from_file, *(special.get(name) for name in _ENDS_OF_TURN)]
+    ids = [*from_file, *(special.get(end) for end in _ENDS_OF_TURN + _ENDS_OF_TEXT)]
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
 def from_folder(path: str | os.PathLike[str]) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face model folder.
+    """Returns the tokenizer of a folder in Hugging Face's layout.
 
-    Reads `tokenizer.json`, and where they exist `tokenizer_config.json`, `special_tokens_map.json`,
-    `chat_template.jinja`, `generation_config.json` and `config.json`.
+    Reads `tokenizer.json` and, where they exist, `tokenizer_config.json`, `special_tokens_map.json`, `config.json`,
+    `generation_config.json` and `chat_template.jinja`.
 
     Raises:
-      ValueError: there is no `tokenizer.json`, or one of the files cannot be read.
+      ValueError: there is no `tokenizer.json`, or one of the files is broken.
     """
     folder = pathlib.Path(path)
-    backend = _read_backend(folder)
-    settings = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
-    model = {**_read_json(folder / "config.json"), **_read_json(folder / "generation_config.json")}
-    bos, eos = (_listed(backend, settings.get(f"{name}_token"), model.get(f"{name}_token_id")) for name in ("bos", "eos"))
-    first_bos, first_eos = (next(iter(ids), None) for ids in (bos, eos))
-    adds_bos, adds_eos = _post_processor_adds(backend, first_bos, first_eos)
+    backend = _read_backend(folder / "tokenizer.json")
+    settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    model = _read_json(folder / "config.json") | _read_json(folder / "generation_config.json")
+    bos_ids, eos_ids = (_named_ids(backend, name, settings, model) for name in ("bos", "eos"))
+    bos, eos = (next(iter(ids), None) for ids in (bos_ids, eos_ids))
+    around = backend.encode("", add_special_tokens=True).ids  # what the post-processor puts around a text
+    starts = around[:1] == [bos]
     return Tokenizer(
         backend=backend,
-        vocab_size=1 + max(backend.get_vocab().values()),
-        bos_id=first_bos,
-        eos_id=first_eos,
-        stop_ids=_stop_ids(backend, eos),
-        add_bos=_first_given(settings.get("add_bos_token"), adds_bos),
-        add_eos=_first_given(settings.get("add_eos_token"), adds_eos),
+        vocab_size=max(backend.get_vocab().values()) + 1,
+        bos_id=bos,
+        eos_id=eos,
+        stop_ids=_stop_ids(backend, eos_ids),
+        add_bos=bos is not None and settings.get("add_bos_token", starts),
+        add_eos=eos is not None and settings.get("add_eos_token", around[starts:][-1:] == [eos]),
         chat_template=_read_chat_template(folder, settings),
     )
 
 
-def _compile(template: str) -> jinja2.Template: ...
+def _read_backend(file: pathlib.Path) -> tokenizers.Tokenizer:
+    if not file.is_file():
+        raise ValueError(f"{file.parent} has no tokenizer.json; that file is needed, a tokenizer.model alone is not read.")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise ValueError(f"{file} is not a tokenizer that the tokenizers library can read: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    return {name: value for name, value in entries.items() if value is not None}
+
+
+def _named_ids(backend: tokenizers.Tokenizer, name: str, settings: Mapping[str, Any], model: Mapping[str, Any]) -> list[int]:
+    token, listed = settings.get(f"{name}_token"), model.get(f"{name}_token_id")
+    text = token["content"] if isinstance(token, Mapping) else token
+    named = None if text is None else backend.token_to_id(text)
+    if named is not None and text not in _special_ids(backend):
+        backend.add_special_tokens([tokenizers.AddedToken(text, normalized=False)])
+    ids = [named, *(listed if isinstance(listed, list) else [listed])]
+    return [index for index in ids if index is not None]
+
+
+def _read_chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    return template
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    extensions = [jinja2.ext.loopcontrols, _Generation]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
+    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
+    return environment.from_string(template)
+
+
+class _Generation(jinja2.ext.Extension):
+    """Renders what stands between the tags `generation` and `endgeneration`, which mark answers for training."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str):
+    raise jinja2.TemplateError(message)

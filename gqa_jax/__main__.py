@@ -1,0 +1,245 @@
+"""The command line: `gqa-jax generate` writes text, `gqa-jax info` says what a checkpoint is."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+DEFAULT_MODEL = "smollm2-135m"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns 0 when it was done, 1 when it failed, 2 for misuse, 130 when interrupted."""
+    options = _parser().parse_args(arguments)
+    from gqa_jax.download import DownloadError
+
+    try:
+        options.command(options)
+    except (ValueError, TypeError) as error:
+        print(f"gqa-jax: {error}", file=sys.stderr)
+        return 2
+    except (DownloadError, OSError, MemoryError) as error:
+        if isinstance(error, BrokenPipeError):
+            # Whoever read our output has had enough; the interpreter must not try to flush it once more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        print(f"gqa-jax: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ngqa-jax: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gqa-jax", description="Grouped-query attention on real checkpoints.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    write = commands.add_parser("generate", help="continue prompts", description="Continues each prompt.")
+    write.set_defaults(command=_generate)
+    write.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; several are one batch")
+    _add_model(write, "--model", default=DEFAULT_MODEL)
+    write.add_argument("--max-new-tokens", type=_count, default=64, metavar="N", help="tokens to add at the most (%(default)s)")
+    write.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (%(default)s)")
+    write.add_argument("--top-k", type=_count, metavar="N", help="draw from the N likeliest tokens")
+    write.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that hold P of the chance"
+    )
+    write.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="draw from those P times as likely as the likeliest"
+    )
+    write.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: repeat less")
+    write.add_argument("--seed", type=int, default=0, help="the same seed draws the same text (%(default)s)")
+    write.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    write.add_argument("--no-cache", action="store_true", help="compute everything anew for every token, for comparison")
+    write.add_argument("--capacity", type=_count, metavar="N", help="room for N tokens in each row of the cache")
+    write.add_argument("--cache-dtype", choices=DTYPES, help="dtype of the cache (that of the weights)")
+    _add_dtype(write)
+
+    about = commands.add_parser("info", help="say what a checkpoint is", description="Says what a checkpoint is.")
+    about.set_defaults(command=_info)
+    _add_model(about, "model", nargs="?", default=DEFAULT_MODEL)
+    _add_dtype(about)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
+    parser.add_argument(
+        name,
+        metavar="MODEL",
+        help="a GGUF file, a folder in Hugging Face layout, smollm2-135m or gemma3-270m, or org/name of the Hub (%(default)s)",
+        **how,
+    )
+
+
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (as stored; float32 for quantised files)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON and nothing else")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _generate(options: argparse.Namespace) -> None:
+    import gqa_jax
+    from gqa_jax.sampling import sampling
+
+    draw = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+    sampling(1, **draw)  # Refuses wrong numbers before anything is fetched or loaded.
+    with _bars(options.json) as progress:
+        model = gqa_jax.load(options.model, dtype=options.dtype, progress=progress)
+        how = draw | {
+            "max_new_tokens": options.max_new_tokens,
+            "seed": options.seed,
+            "use_cache": not options.no_cache,
+            "capacity": options.capacity,
+            "cache_dtype": options.cache_dtype,
+            "progress": progress,
+        }
+        prompts = [_prompt(model, text, options.chat) for text in options.prompts]
+        if options.json or len(prompts) > 1:
+            generation = gqa_jax.generate(model, prompts, **how)
+        else:
+            stream = gqa_jax.generate(model, prompts, stream=True, **how)
+            first = next(stream, "")
+    if options.json:
+        _print_json(options, generation)
+        return
+    if len(prompts) == 1:
+        print("" if options.chat else options.prompts[0], first, sep="", end="", flush=True)
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print()
+        generation = stream.generation
+    else:
+        for prompt, text in zip(options.prompts, generation.text, strict=True):
+            print(f"> {prompt}\n{text}\n" if options.chat else f"{prompt}{text}\n")
+    print(_summary(generation.stats))
+
+
+def _prompt(model: Any, text: str, chat: bool) -> str:
+    if not chat:
+        return text
+    if model.tokenizer is None:
+        raise ValueError("The model has no tokenizer, and so no chat template.")
+    return model.tokenizer.chat([{"role": "user", "content": text}])
+
+
+def _summary(stats: Any) -> str:
+    return (
+        f"prompt {stats.prompt_tokens} tokens, {stats.prompt_tokens / stats.prompt_seconds:.1f} tokens/s · "
+        f"decode {stats.new_tokens} tokens, {stats.new_tokens / stats.decode_seconds:.1f} tokens/s · "
+        f"cache {_bytes(stats.cache_bytes)} · temporary {_bytes(stats.temporary_bytes)} · compiled in {stats.compile_seconds:.1f} s"
+    )
+
+
+def _print_json(options: argparse.Namespace, generation: Any) -> None:
+    stats = generation.stats
+    result = {
+        "model": options.model,
+        "prompts": options.prompts,
+        "text": generation.text,
+        "ids": generation.ids,
+        "stop_reason": generation.stop_reason,
+        **stats._asdict(),
+        "prompt_tokens_per_second": stats.prompt_tokens / stats.prompt_seconds,
+        "decode_tokens_per_second": stats.new_tokens / stats.decode_seconds,
+    }
+    print(json.dumps(result, ensure_ascii=False))
+
+
+def _info(options: argparse.Namespace) -> None:
+    from gqa_jax import checkpoint, families
+
+    with _bars(options.json) as progress:
+        path = checkpoint.locate(options.model, progress)
+        archive = checkpoint.open_archive(path)
+    family = families.family_of(archive)
+    config = family.config(archive)
+    facts = _facts(config, options.dtype or checkpoint.stored_dtype(archive, family, config).name)
+    if options.json:
+        print(json.dumps({"model": options.model, "path": str(path), **facts}))
+        return
+    table = Table(title=f"{options.model}  ({path})", show_header=False, title_justify="left")
+    for name, value in facts.items():
+        shown = _bytes(value) if name.endswith("_bytes") else _heads(value) if name == "query_heads_by_kv_head" else str(value)
+        table.add_row(name.replace("_", " "), shown)
+    Console(soft_wrap=True).print(table)
+
+
+def _facts(config: Any, dtype: str) -> dict[str, Any]:
+    import jax
+    import numpy as np
+
+    from gqa_jax import decoder
+
+    weights = jax.tree.leaves(decoder.param_shapes(config, dtype))
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jax.numpy.dtype(dtype).itemsize
+    hows = [config.layer_attention(layer) for layer in range(config.num_layers)]
+    groups = np.arange(config.num_heads).reshape(config.num_kv_heads, config.group_size)
+    return {
+        "kind": config.kind,
+        "layers": config.num_layers,
+        "query_heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_width": config.head_dim,
+        "query_heads_by_kv_head": groups.tolist(),
+        "model_width": config.model_dim,
+        "mlp_width": config.mlp_dim,
+        "vocabulary": config.vocab_size,
+        "context": config.context_length,
+        "window": next((how.window for how in hows if how.window), None),
+        "window_layers": [layer for layer, how in enumerate(hows) if how.window],
+        "parameters": sum(leaf.size for leaf in weights),
+        "dtype": dtype,
+        "weight_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in weights),
+        "cache_bytes_per_token": per_token,
+        "full_context_cache_bytes": per_token * config.context_length,
+    }
+
+
+def _heads(groups: list[list[int]]) -> str:
+    spans = (f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
+    return ", ".join(f"{span} read KV head {head}" for head, span in enumerate(spans))
+
+
+def _bytes(count: int) -> str:
+    """Gives bytes exactly and in decimal and binary units."""
+    decimal, binary = float(count), float(count)
+    for unit, other in (("B", "B"), ("kB", "KiB"), ("MB", "MiB"), ("GB", "GiB"), ("TB", "TiB")):
+        if decimal < 1000 or unit == "TB":
+            return f"{count} B" if unit == "B" else f"{decimal:.1f} {unit} ({binary:.1f} {other})"
+        decimal, binary = decimal / 1000, binary / 1024
+    raise AssertionError
+
+
+@contextmanager
+def _bars(quiet: bool) -> Iterator[Any]:
+    """Shows a bar for each long piece of work, on a terminal only, and takes them away at the end."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield progress
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""From a name or a path to a model: the file's format and family give the config, and each tensor is placed one by one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import einops
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from gqa_jax import decoder, download
+from gqa_jax.config import Config
+from gqa_jax.families import Family, family_of
+from gqa_jax.formats import Archive
+from gqa_jax.formats.gguf import open_gguf
+from gqa_jax.formats.safetensors import open_folder
+from gqa_jax.generate import Model
+from gqa_jax.tokenizer import Tokenizer, from_folder, from_gguf
+
+Progress = Callable[[str, int, int], None]
+
+
+def load(name_or_path: str | Path, *, dtype: DTypeLike | None = None, progress: Progress | None = None) -> Model:
+    """Returns the model that a name or a path stands for.
+
+    Args:
+        name_or_path: a GGUF file, a folder in Hugging Face layout, a known name ("smollm2-135m", "gemma3-270m": fetched at
+            first use and kept), or a model of the Hugging Face Hub ("org/name", with the extra `hub`).
+        dtype: what the matrices become; None keeps the widest dtype of the file, where quantised ones count as float32.
+            Norms are float32 always.
+        progress: is told (what, done, total) while fetching and loading.
+
+    Raises:
+        ValueError: not a checkpoint, a family or a field that is not known, or a tensor missing, left over or misshapen.
+        gqa_jax.download.DownloadError: a known name that cannot be fetched.
+    """
+    path = locate(str(name_or_path), progress)
+    archive = open_archive(path)
+    family = family_of(archive)
+    config = family.config(archive)
+    params = load_params(archive, family, config, dtype, progress)
+    return Model(config, params, _tokenizer(path, archive))
+
+
+def locate(name: str, progress: Progress | None = None) -> Path:
+    """Returns the file or folder that a name or a path stands for, fetched where need be."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name in download.KNOWN:
+        return download.fetch(name, progress=progress)
+    if name.count("/") == 1 and not name.startswith((".", "~", "/")) and path.suffix not in (".gguf", ".safetensors"):
+        return _from_hub(name)
+    raise ValueError(
+        f"{name!r} is no file or folder here, no known model ({', '.join(sorted(download.KNOWN))}) and no model of the "
+        "Hugging Face Hub (org/name)."
+    )
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError(
+            f"{name!r} is no folder here. To fetch it from the Hugging Face Hub, install the extra: pip install 'gqa-jax[hub]'."
+        ) from error
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
+    except Exception as error:  # The hub's own errors are of many kinds, from the network's to a gated model's.
+        raise download.DownloadError(f"{name!r} could not be fetched from the Hugging Face Hub: {error}") from error
+
+
+def open_archive(path: Path) -> Archive:
+    """Opens a checkpoint of either format.
+
+    Raises:
+        ValueError: neither a GGUF file nor a folder in Hugging Face layout.
+    """
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            raise ValueError(f"{path} holds weights only; give the folder that has config.json beside it.")
+        return open_gguf(path)
+    found = sorted(path.glob("*.gguf"))
+    if found and not any(path.glob("*.safetensors")):
+        if len(found) > 1:
+            raise ValueError(f"{path} holds {len(found)} GGUF files; give one: {', '.join(file.name for file in found)}.")
+        return open_gguf(found[0])
+    return open_folder(path)
+
+
+def _tokenizer(path: Path, archive: Archive) -> Tokenizer | None:
+    if "tokenizer.ggml.model" in archive.metadata:
+        return from_gguf(archive.metadata)
+    return from_folder(path) if path.is_dir() and (path / "tokenizer.json").is_file() else None
+
+
+def load_params(
+    archive: Archive, family: Family, config: Config, dtype: DTypeLike | None = None, progress: Progress | None = None
+) -> decoder.Params:
+    """Returns the weights, in the decoder's names and axes.
+
+    Raises:
+        ValueError: a tensor missing, left over or misshapen, or a dtype that is not floating point.
+    """
+    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"dtype is {jnp.dtype(dtype)}; weights are floating point, such as float32 or bfloat16.")
+    wanted, tree = jax.tree_util.tree_flatten_with_path(decoder.param_shapes(config))
+    names = [_tensor_name(path, family) for path, _ in wanted]
+    _check_names(archive, family, config, names)
+    dtype = stored_dtype(archive, family, config) if dtype is None else dtype
+    leaves = []
+    for done, ((path, leaf), name) in enumerate(zip(wanted, names, strict=True)):
+        array = _to_our_axes(archive, family, config, path, leaf.shape, name)
+        leaves.append(jnp.asarray(array, jnp.float32 if _is_norm(path) else dtype))
+        if progress is not None:
+            progress("loading weights", done + 1, len(wanted))
+    return tree.unflatten(leaves)
+
+
+def stored_dtype(archive: Archive, family: Family, config: Config) -> jnp.dtype:
+    """Returns the widest dtype of the matrices in the file; quantised ones count as float32."""
+    wanted, _ = jax.tree_util.tree_flatten_with_path(decoder.param_shapes(config))
+    matrices = {archive.tensors[_tensor_name(path, family)].dtype for path, _ in wanted if not _is_norm(path)}
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*matrices)
+
+
+def _is_norm(path: Any) -> bool:
+    return path[-1].key.endswith("norm")
+
+
+def _tensor_name(path: Any, family: Family) -> str:
+    name = family.table[path[-1].key].name
+    return name.format(layer=path[1].idx) if len(path) > 1 else name
+
+
+def _check_names(archive: Archive, family: Family, config: Config, names: list[str]) -> None:
+    if missing := [name for name in names if name not in archive.tensors]:
+        raise ValueError(f"{archive.where} lacks {len(missing)} tensors: {', '.join(missing[:5])}.")
+    meaningless = {*family.ignored} | ({family.table["head"].name} if config.tied_head else set())
+    left = sorted(set(archive.tensors) - set(names) - meaningless)
+    if left := [name for name in left if not name.endswith("rotary_emb.inv_freq")]:
+        raise ValueError(f"{archive.where} has {len(left)} tensors that would be left unused: {', '.join(left[:5])}.")
+
+
+def _to_our_axes(archive: Archive, family: Family, config: Config, path: Any, shape: tuple[int, ...], name: str) -> np.ndarray:
+    source, tensor = family.table[path[-1].key], archive.tensors[name]
+    sizes = decoder.axis_sizes(config) | {"two": 2, "half": config.head_dim // 2}
+    letters = source.pattern.replace("(", " ").replace(")", " ").split()
+    read = {letter: size for letter, size in sizes.items() if letter in letters}
+    try:
+        array = einops.rearrange(tensor.read(), source.pattern, **read)
+    except einops.EinopsError as error:
+        numbers = ", ".join(f"{letter} = {size}" for letter, size in read.items())
+        raise ValueError(
+            f"{archive.where}: {name} has shape {tensor.shape}, which is not {source.pattern.split(' -> ')[0]} with {numbers}."
+        ) from error
+    if array.shape != shape:
+        raise ValueError(f"{archive.where}: {name} has shape {tensor.shape}, from which {shape} was to come.")
+    return array.astype(np.float32) + np.float32(source.plus) if source.plus else array

@@ -1,0 +1,65 @@
+"""Logits, likelihood and greedy continuations of two real models, against values recorded from Hugging Face transformers.
+
+`tests/golden/record.py` made the JSON files.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gqa_jax
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def golden(name):
+    return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def model(name, request):
+    return request.getfixturevalue(name)
+
+
+@pytest.fixture(scope="module")
+def logits(golden, model):
+    tokens = jnp.asarray([golden["ids"]], jnp.int32)
+    return gqa_jax.forward(model.params, tokens, None, model.config)[0][0]
+
+
+def test_logits_at_the_recorded_positions_are_those_of_transformers(golden, logits):
+    rows = logits[jnp.asarray(golden["positions"])]
+    top = jnp.take_along_axis(rows, jnp.asarray(golden["top_ids"]), axis=1)
+    probes = rows[:, jnp.asarray(golden["probe_ids"])]
+    np.testing.assert_allclose(top, golden["top_logits"], rtol=0, atol=2e-3)
+    np.testing.assert_allclose(probes, golden["probe_logits"], rtol=0, atol=2e-3)
+    np.testing.assert_allclose(jax.nn.logsumexp(rows, axis=1), golden["logsumexp"], rtol=0, atol=2e-3)
+
+
+def test_no_other_token_outranks_the_recorded_top_eight(golden, logits):
+    rows = np.array(logits[jnp.asarray(golden["positions"])])
+    np.put_along_axis(rows, np.asarray(golden["top_ids"]), -np.inf, axis=1)
+    eighth = np.asarray(golden["top_logits"])[:, -1]
+    assert (rows.max(axis=1) < eighth + 4e-3).all()
+
+
+def test_the_mean_likelihood_of_the_text_is_that_of_transformers(golden, logits):
+    following = jnp.asarray(golden["ids"][1:])
+    losses = jax.nn.logsumexp(logits[:-1], axis=1) - jnp.take_along_axis(logits[:-1], following[:, None], axis=1)[:, 0]
+    assert float(losses.mean()) == pytest.approx(golden["nll"], abs=1e-3)
+
+
+def test_prompts_of_different_lengths_continue_greedily_as_in_transformers(golden, model):
+    runs = golden["greedy"]
+    made = gqa_jax.generate(model, [run["prompt_ids"] for run in runs], max_new_tokens=64, stop=())
+    assert made.ids == [run["ids"] for run in runs]

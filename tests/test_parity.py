@@ -1,0 +1,218 @@
+"""gqa_jax beside Hugging Face transformers, both run here: two real GGUF models, and small random models of each family.
+
+Runs only where torch and transformers are installed.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gqa_jax
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": True,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+# With heads of 16 lanes and base 500 the wavelengths fall below, inside and above the ramp of 8 to 32 tokens.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**TINY),
+    "llama, linear rope": transformers.LlamaConfig(**TINY, rope_parameters=LINEAR),
+    "llama, llama3 rope": transformers.LlamaConfig(**TINY, head_dim=16, rope_parameters=LLAMA3),
+    "llama, biases": transformers.LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
+    "llama, untied head": transformers.LlamaConfig(**TINY | {"tie_word_embeddings": False}),
+    "llama, wide heads": transformers.LlamaConfig(**TINY, head_dim=12),
+    "mistral": transformers.MistralConfig(**TINY, sliding_window=8),
+    "qwen2": transformers.Qwen2Config(**TINY),
+    "qwen3": transformers.Qwen3Config(**TINY, head_dim=16),
+    "gemma3": transformers.Gemma3TextConfig(
+        **TINY | {"num_hidden_layers": 8},
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=8,
+        rope_parameters=GEMMA3_ROPE,
+    ),
+}
+CHUNKS = (10, 13, 18)
+
+
+def save(config, folder, *, dtype=torch.float32, **options):
+    """Writes a model of random weights, with every norm and bias moved off its initial ones and zeros."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder, **options)
+    return folder
+
+
+def tokens_of(config):
+    return np.random.default_rng(1).integers(config.vocab_size, size=(2, sum(CHUNKS)), dtype=np.int32)
+
+
+def oracle_logits(tokens, *args, **options):
+    """Returns the logits transformers computes in float32 with a model it loads itself."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        *args, **options, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
+
+
+def uncached_logits(model, tokens):
+    return gqa_jax.forward(model.params, jnp.asarray(tokens), None, model.config)[0]
+
+
+def assert_agree(ours, theirs):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * max(1.0, np.abs(theirs).max() / 5))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_one_uncached_pass_agrees_with_transformers(config, tmp_path):
+    save(config, tmp_path)
+    tokens = tokens_of(config)
+    assert_agree(uncached_logits(gqa_jax.load(tmp_path), tokens), oracle_logits(tokens, tmp_path))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_prefill_in_chunks_agrees_with_transformers(config, tmp_path):
+    save(config, tmp_path)
+    tokens = tokens_of(config)
+    model = gqa_jax.load(tmp_path)
+    cache = gqa_jax.init_cache(model.config, 2, sum(CHUNKS))
+    pieces = []
+    for chunk in np.split(tokens, np.cumsum(CHUNKS)[:-1], axis=1):
+        logits, cache = gqa_jax.forward(model.params, jnp.asarray(chunk), cache, model.config)
+        pieces.append(logits)
+    assert_agree(jnp.concatenate(pieces, axis=1), oracle_logits(tokens, tmp_path))
+
+
+def test_a_folder_without_a_tokenizer_loads_without_one(tmp_path):
+    assert gqa_jax.load(save(CONFIGS["llama"], tmp_path)).tokenizer is None
+
+
+def test_a_sharded_checkpoint_agrees_with_transformers(tmp_path):
+    config = CONFIGS["qwen3"]
+    save(config, tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    tokens = tokens_of(config)
+    assert_agree(uncached_logits(gqa_jax.load(tmp_path), tokens), oracle_logits(tokens, tmp_path))
+
+
+def test_a_bfloat16_checkpoint_widened_to_float32_agrees_with_transformers(tmp_path):
+    config = CONFIGS["gemma3"]
+    save(config, tmp_path, dtype=torch.bfloat16)
+    tokens = tokens_of(config)
+    model = gqa_jax.load(tmp_path)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model.params)
+    ours, _ = gqa_jax.forward(wide, jnp.asarray(tokens), None, model.config)
+    assert_agree(ours, oracle_logits(tokens, tmp_path))
+
+
+OLDER_SPELLINGS = {
+    "llama, linear rope": {"rope_theta": 10_000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama, llama3 rope": {
+        "rope_theta": 500.0,
+        "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+    },
+    "gemma3": {
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 6,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OLDER_SPELLINGS)
+def test_a_config_that_spells_rope_as_transformers_4_did_agrees(name, tmp_path):
+    config = CONFIGS[name]
+    save(config, tmp_path)
+    tokens = tokens_of(config)
+    theirs = oracle_logits(tokens, tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    for newer in ("rope_parameters", "layer_types"):
+        fields.pop(newer, None)
+    file.write_text(json.dumps(fields | OLDER_SPELLINGS[name]))
+    assert_agree(uncached_logits(gqa_jax.load(tmp_path), tokens), theirs)
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def golden(name):
+    return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def path(name, request):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    return request.getfixturevalue(f"{name}_path")
+
+
+@pytest.fixture(scope="module")
+def oracle(path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model(name, request):
+    return request.getfixturevalue(name)
+
+
+def test_every_logit_and_the_likelihood_of_a_text_agree_on_a_real_model(golden, oracle, model):
+    tokens = np.asarray([golden["ids"]], np.int32)
+    with torch.no_grad():
+        theirs = oracle(torch.from_numpy(tokens).long(), use_cache=False).logits[0]
+    ours = torch.from_numpy(np.array(uncached_logits(model, tokens)[0]))
+    assert (ours - theirs).abs().max().item() < 2e-3
+    following = torch.from_numpy(tokens[0, 1:]).long()
+    ours_nll, theirs_nll = (torch.nn.functional.cross_entropy(x[:-1], following).item() for x in (ours, theirs))
+    assert ours_nll == pytest.approx(theirs_nll, abs=1e-3)
+
+
+def test_a_real_model_continues_prompts_greedily_as_in_transformers(golden, oracle, model):
+    for run in golden["greedy"]:
+        prompt = torch.tensor([run["prompt_ids"]])
+        theirs = oracle.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, do_sample=False)
+        ours = gqa_jax.generate(model, [run["prompt_ids"]], max_new_tokens=64, stop=())
+        assert ours.ids == [theirs[0, prompt.shape[1] :].tolist()]
