@@ -227,10 +227,10 @@ def attend_filled(
     filled, not what is allocated, and nothing as large as the cache is ever made. Gradients recompute it in one piece.
     """
     block = min(SLOTS_AT_A_TIME, k.shape[2])
-    stop = lax.div(jnp.minimum(filled.max(), k.shape[2]) + (block - 1), block)
+    stop = (jnp.minimum(filled.max(), k.shape[2]) + (block - 1)) // block
     start = jnp.zeros_like(stop)
     if reading.window is not None:
-        start = lax.div(jnp.maximum(q_positions.min() - (reading.window - 1), 0), block)
+        start = jnp.maximum(q_positions.min() - (reading.window - 1), 0) // block
 
     def read_block(index, part):
         # The last block of an odd capacity begins early and leaves out what the one before it has read.

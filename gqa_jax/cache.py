@@ -120,7 +120,7 @@ def advance(cache: KVCache, new_tokens: int) -> KVCache:
 
 def rewind(cache: KVCache, length: Int[Array, " B"]) -> KVCache:
     """Forgets all but the first `length` tokens of each row: after right padding, or to go on from a common prefix."""
-    return dataclasses.replace(cache, length=jnp.minimum(cache.length, jnp.asarray(length, jnp.int32)))
+    return dataclasses.replace(cache, length=jnp.clip(jnp.asarray(length, jnp.int32), 0, cache.length))
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:

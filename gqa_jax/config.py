@@ -7,11 +7,19 @@ import dataclasses
 from typing import Literal
 
 
+def _check_positive(name: str, value: int | float | None) -> None:
+    if value is not None and value <= 0:
+        raise ValueError(f"{name} is {value}; it must be positive.")
+
+
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
     """Positions divided by `factor` (position interpolation, arXiv:2306.15595)."""
 
     factor: float
+
+    def __post_init__(self):
+        _check_positive("factor", self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +34,24 @@ class Llama3Scaling:
     high_freq_factor: float
     original_context: int
 
+    def __post_init__(self):
+        _check_positive("factor", self.factor)
+        _check_positive("original_context", self.original_context)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor is {self.high_freq_factor}; it must lie above low_freq_factor, {self.low_freq_factor}."
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class DivisorScaling:
     """A divisor of its own for each pair of lanes, as GGUF files carry them in `rope_freqs.weight`."""
 
     divisors: tuple[float, ...]
+
+    def __post_init__(self):
+        for divisor in self.divisors:
+            _check_positive("A rotary divisor", divisor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +66,7 @@ class Rope:
     interleaved: bool = False
 
     def __post_init__(self):
-        if self.base <= 0:
-            raise ValueError(f"The rotary base is {self.base}; it must be positive.")
+        _check_positive("The rotary base", self.base)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +85,8 @@ class Attention:
     def __post_init__(self):
         if self.window is not None and self.window < 1:
             raise ValueError(f"The window is {self.window}; it counts the token itself, so the least is 1.")
-        for name in ("scale", "softcap"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; it must be positive.")
+        _check_positive("scale", self.scale)
+        _check_positive("softcap", self.softcap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +132,7 @@ class Config:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding turns pairs of lanes, so it must be even.")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"activation is {self.activation!r}; known are 'silu' and 'gelu_tanh'.")
+        _check_positive("logit_softcap", self.logit_softcap)
 
     @property
     def group_size(self) -> int:

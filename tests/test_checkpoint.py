@@ -132,18 +132,36 @@ def test_rows_of_k_left_as_llama_cpp_permutes_them_would_show_from_the_second_to
     assert apart[1:].min() > 0.1
 
 
+def test_the_scaling_of_llama_3_and_its_divisors_in_gguf_give_the_same_logits(tmp_path):
+    # With base 500 the wavelengths of 8 pairs lie below, inside and above the ramp of 8 to 32 tokens.
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    said, weights = LLAMA | {"rope_theta": 500.0}, make_weights(LLAMA)
+    wavelengths = 2 * np.pi * 500.0 ** (np.arange(8) / 8)
+    smooth = np.clip((32 / wavelengths - 1) / 3, 0, 1)
+    divisors = 1 / ((1 - smooth) / 8 + smooth)
+    scaled = load(write_folder(tmp_path / "model", said | {"rope_scaling": {"rope_type": "llama3", **scaling}}, weights))
+    divided = load(write_gguf(tmp_path / "model.gguf", said, weights, tensors={"rope_freqs.weight": divisors.astype("f4")}))
+    plain = load(write_gguf(tmp_path / "plain.gguf", said, weights))
+    spread = np.abs(logits(plain)).max()
+    np.testing.assert_allclose(logits(divided), logits(scaled), rtol=0, atol=3e-5 * spread)
+    assert np.abs(logits(plain) - logits(scaled))[:, 5:].max() > 0.01 * spread
+
+
 @pytest.mark.parametrize("where", ["folder", "file"])
 def test_every_norm_of_gemma3_is_one_more_than_hugging_face_stores_whatever_the_format(where, tmp_path):
     weights = make_weights(GEMMA3)
-    weights = {name: np.full_like(weight, 0.25) if name.endswith("norm.weight") else weight for name, weight in weights.items()}
+    stored = 0.25 + 2.0**-9  # bfloat16 holds it, but not one more
+    weights = {
+        name: np.full_like(weight, stored) if name.endswith("norm.weight") else weight for name, weight in weights.items()
+    }
     model = load(
-        write_folder(tmp_path / "model", GEMMA3, weights)
+        write_folder(tmp_path / "model", GEMMA3, weights, BFLOAT16)
         if where == "folder"
         else write_gguf(tmp_path / "model.gguf", GEMMA3, weights)
     )
     norms = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model.params) if path[-1].key.endswith("norm")]
     assert len(norms) == 1 + 7 * 6
-    assert {float(number) for norm in norms for number in norm} == {1.25}
+    assert {float(number) for norm in norms for number in norm} == {1 + stored}
 
 
 @pytest.mark.parametrize("said", [LLAMA, GEMMA3], ids=["llama", "gemma3"])
@@ -306,6 +324,16 @@ def test_a_tensor_that_a_gguf_file_lacks_is_named(said, tmp_path):
     del weights["model.layers.2.mlp.down_proj.weight"]
     with pytest.raises(ValueError, match=r"model\.gguf lacks 1 tensors: blk\.2\.ffn_down\.weight\."):
         load(write_gguf(tmp_path / "model.gguf", said, weights))
+
+
+def test_q_k_and_v_in_one_tensor_are_refused_and_not_cut_in_three(tmp_path):
+    weights = make_weights(LLAMA)
+    at = "model.layers.0.self_attn."
+    fused = np.concatenate([weights.pop(f"{at}{name}_proj.weight") for name in "qkv"])
+    with pytest.raises(ValueError, match=rf"model lacks 3 tensors: {at}k_proj\.weight, {at}q_proj\.weight, {at}v_proj\.weight"):
+        load(write_folder(tmp_path / "model", LLAMA, weights | {f"{at}qkv_proj.weight": fused}))
+    with pytest.raises(ValueError, match=r"model\.gguf lacks 3 tensors: blk\.0\.attn_k\.weight, blk\.0\.attn_q\.weight"):
+        load(write_gguf(tmp_path / "model.gguf", LLAMA, weights, tensors={"blk.0.attn_qkv.weight": fused}))
 
 
 @pytest.mark.parametrize("name", ["model.layers.4.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "score.weight"])
