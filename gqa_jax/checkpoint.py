@@ -67,7 +67,8 @@ def _from_hub(name: str) -> Path:
             f"{name!r} is no folder here. To fetch it from the Hugging Face Hub, install the extra: pip install 'gqa-jax[hub]'."
         ) from error
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
+        wanted = ["*.json", "*.jinja", "*.safetensors"]
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["consolidated*"]))
     except Exception as error:  # The hub's own errors are of many kinds, from the network's to a gated model's.
         raise download.DownloadError(f"{name!r} could not be fetched from the Hugging Face Hub: {error}") from error
 
@@ -106,29 +107,29 @@ def load_params(
     """
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype is {jnp.dtype(dtype)}; weights are floating point, such as float32 or bfloat16.")
-    wanted, tree = jax.tree_util.tree_flatten_with_path(decoder.param_shapes(config))
-    names = [_tensor_name(path, family) for path, _ in wanted]
-    _check_names(archive, family, config, names)
-    dtype = stored_dtype(archive, family, config) if dtype is None else dtype
+    kept = stored_dtype(archive, family, config)
+    wanted, tree = jax.tree_util.tree_flatten_with_path(decoder.param_shapes(config, kept if dtype is None else dtype))
     leaves = []
-    for done, ((path, leaf), name) in enumerate(zip(wanted, names, strict=True)):
-        array = _to_our_axes(archive, family, config, path, leaf.shape, name)
-        leaves.append(jnp.asarray(array, jnp.float32 if _is_norm(path) else dtype))
+    for done, (path, leaf) in enumerate(wanted):
+        array = _to_our_axes(archive, family, config, path, leaf.shape)
+        leaves.append(jnp.asarray(array, leaf.dtype))
         if progress is not None:
             progress("loading weights", done + 1, len(wanted))
     return tree.unflatten(leaves)
 
 
 def stored_dtype(archive: Archive, family: Family, config: Config) -> jnp.dtype:
-    """Returns the widest dtype of the matrices in the file; quantised ones count as float32."""
+    """Returns the widest dtype of the matrices in the file; quantised ones count as float32.
+
+    Raises:
+        ValueError: a tensor missing or left over.
+    """
     wanted, _ = jax.tree_util.tree_flatten_with_path(decoder.param_shapes(config))
-    matrices = {archive.tensors[_tensor_name(path, family)].dtype for path, _ in wanted if not _is_norm(path)}
+    names = {_tensor_name(path, family): path[-1].key for path, _ in wanted}
+    _check_names(archive, family, config, list(names))
+    matrices = {archive.tensors[name].dtype for name, ours in names.items() if not ours.endswith(("norm", "bias"))}
     with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*matrices)
-
-
-def _is_norm(path: Any) -> bool:
-    return path[-1].key.endswith("norm")
+        return jnp.result_type(*(jax.dtypes.canonicalize_dtype(dtype) for dtype in matrices))
 
 
 def _tensor_name(path: Any, family: Family) -> str:
@@ -145,8 +146,9 @@ def _check_names(archive: Archive, family: Family, config: Config, names: list[s
         raise ValueError(f"{archive.where} has {len(left)} tensors that would be left unused: {', '.join(left[:5])}.")
 
 
-def _to_our_axes(archive: Archive, family: Family, config: Config, path: Any, shape: tuple[int, ...], name: str) -> np.ndarray:
-    source, tensor = family.table[path[-1].key], archive.tensors[name]
+def _to_our_axes(archive: Archive, family: Family, config: Config, path: Any, shape: tuple[int, ...]) -> np.ndarray:
+    source, name = family.table[path[-1].key], _tensor_name(path, family)
+    tensor = archive.tensors[name]
     sizes = decoder.axis_sizes(config) | {"two": 2, "half": config.head_dim // 2}
     letters = source.pattern.replace("(", " ").replace(")", " ").split()
     read = {letter: size for letter, size in sizes.items() if letter in letters}

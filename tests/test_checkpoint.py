@@ -505,7 +505,7 @@ def test_a_model_of_the_hub_needs_the_extra_and_says_so(monkeypatch):
 def test_a_model_of_the_hub_is_fetched_without_other_kinds_of_weights(folder, monkeypatch):
     asked = []
 
-    def snapshot_download(name, *, allow_patterns):
+    def snapshot_download(name, *, allow_patterns, ignore_patterns):
         asked.append((name, allow_patterns))
         return str(folder)
 

@@ -118,7 +118,10 @@ def gguf_config(archive: Archive) -> Config:
     config = gguf_sizes(archive)
     rope = gguf_rope(said, kind, archive, config.head_dim)
     if "rope_freqs.weight" in tensors:
-        rope = dataclasses.replace(rope, scaling=DivisorScaling(tuple(tensors["rope_freqs.weight"].read().tolist())))
+        divisors = tuple(tensors["rope_freqs.weight"].read().tolist())
+        if len(divisors) != config.head_dim // 2:
+            raise ValueError(f"{archive.where} has {len(divisors)} rope_freqs.weight for {config.head_dim // 2} pairs of lanes.")
+        rope = dataclasses.replace(rope, scaling=DivisorScaling(divisors))
     return dataclasses.replace(
         config,
         attention=(Attention(rope, said.get(f"{kind}.attention.sliding_window") or None),),
