@@ -6,6 +6,9 @@ import jax
 import jaxtyping
 import pytest
 
+# Made to be run by hand, where torch is installed.
+collect_ignore = ["golden/record.py"]
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

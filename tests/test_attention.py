@@ -33,6 +33,14 @@ read_filled = jax.jit(attend_filled, static_argnums=5)
 mask_of = jax.jit(causal_mask, static_argnums=2)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Programs that run once are compiled fast rather than well."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def cast(x, dtype: str) -> np.ndarray:
     """The numbers in a dtype that only JAX's own numpy types may know; inputs are numpy, so that nothing else is compiled."""
     with np.errstate(over="ignore"):
@@ -623,6 +631,7 @@ def test_more_filled_than_there_is_room_for_reads_what_there_is():
         (2048, 2000, 1000, 3),
         (2048, 1024, 512, 1),
         (2048, 1025, 513, 2),
+        (2048, 1025, 514, 3),
     ],
 )
 def test_the_cost_follows_what_is_filled_and_what_the_window_shows(capacity, filled, window, blocks, monkeypatch):

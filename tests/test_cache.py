@@ -30,6 +30,14 @@ DTYPES = ["float32", "bfloat16", "float16"]
 jitted = pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Programs that run once are compiled fast rather than well."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def new_tokens(rows: int, count: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, K, count, H)).astype(np.float32)
 

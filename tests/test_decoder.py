@@ -63,6 +63,14 @@ configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 forward = jax.jit(decoder.forward, static_argnames="config")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Programs that run once are compiled fast rather than well."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def weights(config: Config, dtype: str = "float32") -> decoder.Params:
     """Random everywhere, norms and biases too, so that none can be left out unseen."""
     rng = np.random.default_rng(1)
