@@ -141,7 +141,8 @@ def _summary(stats: Any) -> str:
     return (
         f"prompt {stats.prompt_tokens} tokens, {stats.prompt_tokens / stats.prompt_seconds:.1f} tokens/s · "
         f"decode {stats.new_tokens} tokens, {stats.new_tokens / stats.decode_seconds:.1f} tokens/s · "
-        f"cache {_bytes(stats.cache_bytes)} · temporary {_bytes(stats.temporary_bytes)} · compiled in {stats.compile_seconds:.1f} s"
+        f"cache {_bytes(stats.cache_bytes)} · temporary {_bytes(stats.temporary_bytes)} · "
+        f"compiled in {stats.compile_seconds:.1f} s"
     )
 
 

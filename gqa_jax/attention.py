@@ -167,7 +167,7 @@ def attend(
     weights = jnp.exp(logits - highest)
     total = weights.sum(axis=-1)
     some = jnp.where(total == 0, 1.0, total)
-    mixed = _product("BKMS,BKSH->BKMH", _rows(weights).astype(v.dtype), v).reshape(*q.shape[:4], v.shape[3])
+    mixed = _product("BKMS,BKSH->BKMH", _rows(weights).astype(_wider(q.dtype, v.dtype)), v).reshape(*q.shape[:4], v.shape[3])
     return Part(mixed / some[..., None], jnp.where(total == 0, -jnp.inf, highest[..., 0] + jnp.log(some)))
 
 

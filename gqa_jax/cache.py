@@ -119,7 +119,10 @@ def advance(cache: KVCache, new_tokens: int) -> KVCache:
 
 
 def rewind(cache: KVCache, length: Int[Array, " B"]) -> KVCache:
-    """Forgets all but the first `length` tokens of each row: after right padding, or to go on from a common prefix."""
+    """Forgets all but the first `length` tokens of each row: after right padding, or to go on from a common prefix.
+
+    A row that has `overflowed` lacks what did not fit: go back to what it held before.
+    """
     return dataclasses.replace(cache, length=jnp.clip(jnp.asarray(length, jnp.int32), 0, cache.length))
 
 

@@ -50,6 +50,7 @@ class DivisorScaling:
     divisors: tuple[float, ...]
 
     def __post_init__(self):
+        object.__setattr__(self, "divisors", tuple(self.divisors))
         for divisor in self.divisors:
             _check_positive("A rotary divisor", divisor)
 
@@ -126,6 +127,7 @@ class Config:
                 f"{self.num_heads} query heads do not divide over {self.num_kv_heads} KV heads; "
                 "num_heads must be a multiple of num_kv_heads."
             )
+        object.__setattr__(self, "attention", tuple(self.attention))
         if not self.attention:
             raise ValueError("attention is empty; it needs at least one record.")
         if self.head_dim % 2 and any(attention.rope for attention in self.attention):

@@ -33,6 +33,9 @@ PROMPT_CHUNK = 512
 STREAM_STEPS = 4
 CAPACITY_STEP = 256
 
+# What each step that has been compiled takes, since XLA needs a tenth of a second to say it again.
+_temporary_bytes: dict[Any, int] = {}
+
 Ids = Sequence[int | np.integer] | np.ndarray | Array
 Prompt = str | Ids
 Reason = Literal["stop", "length"]
@@ -295,7 +298,7 @@ class _Run:
         self.keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(ids), dtype=jnp.uint32))
         self.progress = progress or (lambda what, done, total: None)
         self.seconds = {"compile": 0.0, "prompt": 0.0, "decode": 0.0}
-        self.temporary_bytes: dict[Any, int] = {}
+        self.temporary_bytes = 0
 
     def read(self, memory: KVCache | Transcript) -> "_Run":
         """Reads the prompts."""
@@ -303,8 +306,7 @@ class _Run:
         logits = jnp.zeros((batch, vocabulary), jnp.float32)
         for tokens, count in _chunks(self.prompts, memory):
             memory = _with_room(memory, tokens.shape[1])
-            shapes = (tokens.shape, memory.capacity)
-            logits, memory = self._call("prompt", shapes, loop.extend, tokens, count, logits, memory)
+            logits, memory = self._call("prompt", loop.extend, tokens, count, logits, memory)
         none = jnp.zeros(batch, jnp.int32)
         self.state = State(
             memory=_cut_to(memory, capacity),
@@ -321,17 +323,20 @@ class _Run:
     def write(self, until: int) -> "_Run":
         """Draws tokens until each row has stopped or gained `until`."""
         arguments = (self.how, self.keys, self.stops, jnp.int32(until), self.state)
-        self.state = self._call("decode", (), loop.decode, *arguments)
+        self.state = self._call("decode", loop.decode, *arguments)
         return self
 
-    def _call(self, what: str, shapes: tuple, step: Any, *arguments: Any) -> Any:
+    def _call(self, what: str, step: Any, *arguments: Any) -> Any:
         """Runs a jitted step, with compilation timed apart from it."""
         start = time.perf_counter()
-        if (what, shapes) not in self.temporary_bytes:
+        leaves, tree = jax.tree.flatten((self.model.params, arguments))
+        key = (what, self.model.config, tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        if key not in _temporary_bytes:
             self.progress(f"compiling {what}", 0, 1)
             memory = step.lower(self.model.params, *arguments, config=self.model.config).compile().memory_analysis()
-            self.temporary_bytes[what, shapes] = 0 if memory is None else memory.temp_size_in_bytes
+            _temporary_bytes[key] = 0 if memory is None else memory.temp_size_in_bytes
             self.progress(f"compiling {what}", 1, 1)
+        self.temporary_bytes = max(self.temporary_bytes, _temporary_bytes[key])
         ready = time.perf_counter()
         result = jax.block_until_ready(step(self.model.params, *arguments, config=self.model.config))
         self.seconds["compile"] += ready - start
@@ -392,7 +397,7 @@ class _Run:
             new_tokens=sum(len(row) for row in ids),
             **{f"{what}_seconds": spent for what, spent in self.seconds.items()},
             cache_bytes=0 if cache is None else cache.nbytes,
-            temporary_bytes=max(self.temporary_bytes.values()),
+            temporary_bytes=self.temporary_bytes,
         )
         return Generation([self._text(row, ids) for row, ids in enumerate(said)], ids, reasons, cache, stats)
 

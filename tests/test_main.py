@@ -140,7 +140,13 @@ def test_info_of_gemma_names_its_window_layers(run, gemma3_path):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB (1.0 KiB)"), (11796480, "11.8 MB (11.2 MiB)"), (3997696000000, "4.0 TB (3.6 TiB)")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB (1.0 KiB)"),
+        (11796480, "11.8 MB (11.2 MiB)"),
+        (3997696000000, "4.0 TB (3.6 TiB)"),
+    ],
 )
 def test_bytes_are_given_in_both_units(count, text):
     assert _bytes(count) == text
@@ -149,7 +155,12 @@ def test_bytes_are_given_in_both_units(count, text):
 def test_the_module_runs_and_an_interrupt_ends_it_without_a_traceback(smollm2_path):
     command = [sys.executable, "-m", "gqa_jax", "generate", "Once", "--model", str(smollm2_path), "--max-new-tokens", "8000"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=pathlib.Path(__file__).parents[1], env=os.environ
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=pathlib.Path(__file__).parents[1],
+        env=os.environ,
     )
     assert process.stdout.read(4) == "Once"
     process.send_signal(signal.SIGINT)

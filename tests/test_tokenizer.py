@@ -7,7 +7,6 @@ digits and then GPT-2's words, and the sentencepiece library on a model made of 
 import json
 import pathlib
 
-import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers, processors
 
+from gqa_jax.formats.gguf import open_gguf
 from gqa_jax.tokenizer import from_folder, from_gguf
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "tokens.json").read_text(encoding="utf-8"))
@@ -77,7 +77,7 @@ def gemma3_tokenizer(gemma3_path):
 
 
 def metadata(path):
-    return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
+    return open_gguf(path).metadata
 
 
 @pytest.fixture(params=["smollm2", "gemma3"])

@@ -120,7 +120,9 @@ def gguf_config(archive: Archive) -> Config:
     if "rope_freqs.weight" in tensors:
         divisors = tuple(tensors["rope_freqs.weight"].read().tolist())
         if len(divisors) != config.head_dim // 2:
-            raise ValueError(f"{archive.where} has {len(divisors)} rope_freqs.weight for {config.head_dim // 2} pairs of lanes.")
+            raise ValueError(
+                f"{archive.where} has {len(divisors)} rope_freqs.weight for {config.head_dim // 2} pairs of lanes."
+            )
         rope = dataclasses.replace(rope, scaling=DivisorScaling(divisors))
     return dataclasses.replace(
         config,
