@@ -1,6 +1,7 @@
 """The command line: `gqa-jax generate` writes text, `gqa-jax info` says what a checkpoint is."""
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -18,6 +19,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0 when it was done, 1 when it failed, 2 for misuse, 130 when interrupted."""
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="replace")  # A terminal without some letters must not lose the text.
     options = _parser().parse_args(arguments)
     from gqa_jax.download import DownloadError
 
@@ -26,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         print(f"gqa-jax: {error}", file=sys.stderr)
         return 2
-    except (DownloadError, OSError, MemoryError) as error:
+    except (DownloadError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError is XLA's: no device, no memory
         if isinstance(error, BrokenPipeError):
             # Whoever read our output has had enough; the interpreter must not try to flush it once more.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -86,16 +90,22 @@ def _add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
 
 
 def _generate(options: argparse.Namespace) -> None:
+    import jax
+
     import gqa_jax
     from gqa_jax.sampling import sampling
 
+    jax.devices()  # Refuses a platform that is not there, before anything is fetched or loaded.
     draw = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
     sampling(1, **draw)  # Refuses wrong numbers before anything is fetched or loaded.
     with _bars(options.json) as progress:

@@ -47,7 +47,7 @@ def load(name_or_path: str | Path, *, dtype: DTypeLike | None = None, progress: 
 def locate(name: str, progress: Progress | None = None) -> Path:
     """Returns the file or folder that a name or a path stands for, fetched where need be."""
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return path
     if name in download.KNOWN:
         return download.fetch(name, progress=progress)

@@ -10,6 +10,8 @@
 """
 
 import dataclasses
+import operator
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -179,8 +181,10 @@ def generate(  # pyright: ignore[reportInconsistentOverload]
         ValueError: an empty prompt, ids beyond the vocabulary, more tokens than the model's context or the cache has room
             for, or a number outside its range.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    max_new_tokens = _whole("max_new_tokens", max_new_tokens, 1)
+    seed = _whole("seed", seed, -(2**63), 2**63 - 1)
+    capacity = None if capacity is None else _whole("capacity", capacity, 1)
+    top_k = None if top_k is None else _whole("top_k", top_k, 1)
     ids = _ids_of(model, prompts, cache)
     how = sampling(
         len(ids), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
@@ -195,12 +199,25 @@ def generate(  # pyright: ignore[reportInconsistentOverload]
     return run.read(memory).write(max_new_tokens).generation()
 
 
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number.") from error
+    if number < least or (most is not None and number > most):
+        raise ValueError(f"{name} is {number}; it must be at least {least}" + (f" and at most {most}." if most else "."))
+    return number
+
+
 def _ids_of(model: Model, prompts: Prompt | Sequence[Prompt], cache: KVCache | None) -> list[list[int]]:
     """Turns every form of prompts into lists of ids, and refuses what the model cannot read."""
-    one = isinstance(prompts, str) or (len(prompts) > 0 and all(np.ndim(id) == 0 and not isinstance(id, str) for id in prompts))
+    one = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(id, int) or hasattr(id, "item") for id in prompts))
+    one = one and getattr(prompts, "ndim", 1) == 1
     rows = [prompts] if one else list(prompts)
     if not rows:
         raise ValueError("There are no prompts; at least one is needed.")
+    if cache is not None and cache.length.is_deleted():
+        raise ValueError("The cache has been consumed by an earlier call; go on from the one that call returned.")
     held = np.zeros(len(rows), int) if cache is None else np.asarray(cache.length)
     if len(held) != len(rows):
         raise ValueError(f"The cache has {len(held)} rows and there are {len(rows)} prompts; there must be one for each row.")
@@ -211,7 +228,13 @@ def _ids_of(model: Model, prompts: Prompt | Sequence[Prompt], cache: KVCache | N
                 raise ValueError("The model has no tokenizer, so prompts must be lists of ids.")
             # In the middle of a text there is no second beginning.
             prompt = model.tokenizer.encode(prompt, add_bos=False if held[row] else None)
-        ids.append([int(id) for id in np.asarray(prompt).reshape(-1)])
+        array = np.asarray(prompt)
+        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            raise ValueError(
+                f"Prompt {row} is {reprlib.repr(prompt)}; it must be a string or a list of ids. Messages of a chat become a "
+                "string by model.tokenizer.chat(messages)."
+            )
+        ids.append(array.tolist())
         _check_ids(ids[-1], row, model.config)
     return ids
 
@@ -227,10 +250,10 @@ def _check_ids(ids: list[int], row: int, config: Config) -> None:
 def _stop_ids(model: Model, stop: int | Iterable[int | np.integer] | Array | None) -> tuple[int, ...]:
     if stop is None:
         return () if model.tokenizer is None else tuple(model.tokenizer.stop_ids)
-    many = list(stop) if isinstance(stop, Iterable) and getattr(stop, "ndim", 1) else stop
-    ids = tuple(np.asarray(many, int).reshape(-1).tolist())
+    many = list(stop) if isinstance(stop, Iterable) and getattr(stop, "ndim", 1) else [stop]
+    ids = tuple(_whole("The stop id", id, 0) for id in many)
     for id in ids:
-        if not 0 <= id < model.config.vocab_size:
+        if id >= model.config.vocab_size:
             raise ValueError(f"The stop id is {id}; the vocabulary has {model.config.vocab_size}, from 0 on.")
     return ids
 

@@ -77,6 +77,10 @@ class Tokenizer:
 
         BOS comes first where the file asks for it, or as `add_bos` says, and not again where `text` begins with it.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"The text is {text!r}; it must be a string.")
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError(f"The text {text[:40]!r} holds bytes that are no UTF-8.")
         add_bos = self.add_bos if add_bos is None else add_bos
         if add_bos and self.bos_id is None:
             raise ValueError("add_bos is True, but the tokenizer has no BOS token.")

@@ -267,6 +267,14 @@ def test_the_cost_is_told(model):
         ([[1]], {"temperature": -1.0}, "temperature is -1"),
         ([[1]], {"stop": 101}, "stop id is 101"),
         ([[1]], {"stop": [3, -2]}, "stop id is -2"),
+        ([[1]], {"stop": "end"}, "stop id is 'e'; it must be a whole number"),
+        ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens is 2.5; it must be a whole number"),
+        ([[1]], {"top_k": 2.5}, "top_k is 2.5; it must be a whole number"),
+        ([[1]], {"seed": 2**64}, "seed is 18446744073709551616; it must be at least -9223372036854775808 and at most"),
+        ([[1]], {"capacity": 0}, "capacity is 0; it must be at least 1"),
+        ([[1.5, 2.0]], {}, r"Prompt 0 is \[1\.5, 2\.0\]; it must be a string or a list of ids"),
+        ([[{"role": "user", "content": "x"}]], {}, "Prompt 0 is .*model.tokenizer.chat"),
+        ([[[1, 2], [3, 4]]], {}, "Prompt 0 is"),
         ([[1] * 3000], {}, "3000 tokens of prompt and 64 new ones are 3064 tokens; the model's context is 3000"),
         ([[1, 2, 3]], {"max_new_tokens": 4, "capacity": 6}, "are 7 tokens; the cache has room for 6. Pass capacity=7"),
         ([[1]], {"cache_dtype": "int8"}, "dtype is int8"),
@@ -282,6 +290,10 @@ def test_a_cache_that_does_not_fit_is_refused(unchecked, model):
     def cache(batch=1, capacity=9, **sizes):
         return gqa_jax.init_cache(gqa_jax.Config(**vars(CONFIG) | sizes), batch, capacity)
 
+    used = cache()
+    generate(model, [[1]], cache=used, max_new_tokens=2)
+    with pytest.raises(ValueError, match="consumed by an earlier call"):
+        generate(model, [[1]], cache=used, max_new_tokens=2)
     with pytest.raises(ValueError, match="2 rows and there are 1 prompts"):
         generate(model, [[1]], cache=cache(2), max_new_tokens=2)
     with pytest.raises(ValueError, match="2 layers of 3 KV heads of width 10, the model 2 of 2 of width 10"):

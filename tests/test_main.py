@@ -92,8 +92,11 @@ def test_drawing_follows_the_seed(run):
         ([*PARIS, "--temperature", "warm"], "invalid float value: 'warm'"),
         ([*PARIS, "--top-p", "1.5"], "top_p is 1.5"),
         ([*PARIS, "--max-new-tokens", "0"], "0 is less than 1"),
+        ([*PARIS, "--max-new-tokens", "many"], "'many' is not a whole number"),
+        ([*PARIS, "--seed", "99999999999999999999"], "seed is 99999999999999999999; it must be"),
         ([*PARIS, "--capacity", "7"], "the cache has room for 7. Pass capacity=13"),
         ([*PARIS, "--max-new-tokens", "9000"], "the model's context is 8192"),
+        (["generate", "no \udcff UTF-8"], "holds bytes that are no UTF-8"),
         ([*PARIS, "--dtype", "int3"], "invalid choice: 'int3'"),
         (["generate", ""], "Prompt 0 is empty"),
         (["info", "no-such-model"], "'no-such-model' is no file or folder here, no known model"),
@@ -116,6 +119,10 @@ def test_what_fails_for_no_fault_of_the_user_ends_with_one(run, monkeypatch):
 
     monkeypatch.setattr(download, "fetch", offline)
     assert run("info", "gemma3-270m") == (1, "", "gqa-jax: The index cannot be reached.\n")
+    code, out, err = run(*PARIS, "--capacity", "99999999999")
+    assert (code, out) == (1, "")
+    assert "Out of memory" in err
+    assert "Traceback" not in err
 
 
 def test_info_says_who_reads_which_head_and_what_it_costs(run, smollm2_path):
