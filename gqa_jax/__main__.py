@@ -1,6 +1,7 @@
 """The command line: `gqa-jax generate` writes text, `gqa-jax info` says what a checkpoint is."""
 
 import argparse
+import importlib.metadata
 import io
 import json
 import os
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gqa-jax", description="Grouped-query attention on real checkpoints.")
+    parser.add_argument("--version", action="version", version=f"gqa-jax {importlib.metadata.version('gqa-jax')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     write = commands.add_parser("generate", help="continue prompts", description="Continues each prompt.")
@@ -246,7 +248,7 @@ def _bars(quiet: bool) -> Iterator[Any]:
 
         def progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = bars.add_task(what)
+                tasks[what] = bars.add_task(what, total=total)
             bars.update(tasks[what], completed=done, total=total)
 
         yield progress

@@ -120,8 +120,8 @@ class Config:
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "model_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "context_length")
         for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number of at least 1.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads do not divide over {self.num_kv_heads} KV heads; "

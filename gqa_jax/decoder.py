@@ -4,7 +4,7 @@
 """
 
 import math
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,10 @@ def init_params(config: Config, key: Array, dtype: DTypeLike = jnp.float32) -> P
     return tree.unflatten(make(path, leaf, a, key) for (path, leaf), a, key in zip(leaves, axes, keys, strict=True))
 
 
+@overload
+def forward(params: Params, tokens: Array, cache: KVCache, config: Config) -> tuple[Array, KVCache]: ...
+@overload
+def forward(params: Params, tokens: Array, cache: None, config: Config) -> tuple[Array, None]: ...
 def forward(
     params: Params, tokens: Int[Array, "B T"], cache: KVCache | None, config: Config
 ) -> tuple[Float[Array, "B T V"], KVCache | None]:
@@ -108,7 +112,7 @@ def forward(
     the vocabulary gives NaN.
 
     Raises:
-        ValueError: tokens that do not fit into the cache.
+        ValueError: tokens that do not fit into the cache, or parameters or a cache that are not the config's.
     """
     x, cache = hidden_states(params, tokens, cache, config)
     return logits(params, x, config), cache
@@ -118,6 +122,7 @@ def hidden_states(
     params: Params, tokens: Int[Array, "B T"], cache: KVCache | None, config: Config
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Returns what the last layer leaves for each token, after the final norm; `logits` turns it into scores."""
+    _check(params, tokens, cache, config)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     if cache is None:
         positions = jnp.broadcast_to(positions, tokens.shape)
@@ -135,6 +140,21 @@ def hidden_states(
     if cache is not None:
         cache = kv.advance(cache, tokens.shape[1])
     return _norm(x, params["norm"], config), cache
+
+
+def _check(params: Params, tokens: Array, cache: KVCache | None, config: Config) -> None:
+    """Refuses what would run all the same, or fail far from its cause."""
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens have shape {tokens.shape} and dtype {tokens.dtype}; they must be integers, batch by length.")
+    heads = (config.num_kv_heads, config.group_size, config.head_dim)
+    have = (len(params["layers"]), *params["layers"][0]["attention.q"].shape[1:])
+    if have != (config.num_layers, *heads):
+        raise ValueError(f"The parameters have (layers, K, G, H) = {have}, the config {(config.num_layers, *heads)}.")
+    if cache is not None and (len(cache.k), cache.k[0].shape[0]) != (config.num_layers, tokens.shape[0]):
+        raise ValueError(
+            f"The cache has {len(cache.k)} layers and {cache.k[0].shape[0]} rows; "
+            f"the config has {config.num_layers} layers and there are {tokens.shape[0]} rows of tokens."
+        )
 
 
 def logits(params: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T V"]:

@@ -13,9 +13,9 @@ import dataclasses
 import operator
 import reprlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from gqa_jax.loop import State, Transcript
 from gqa_jax.sampling import PerRow, Sampling, sampling
 
 PROMPT_CHUNK = 512
+PROMPT_TAIL = 32
 STREAM_STEPS = 4
 CAPACITY_STEP = 256
 
@@ -44,34 +45,23 @@ Reason = Literal["stop", "length"]
 Progress = Callable[[str, int, int], None]
 
 
-class Codec(Protocol):
-    """What `generate` asks of a tokenizer; `gqa_jax.tokenizer.Tokenizer` is one."""
-
-    @property
-    def vocab_size(self) -> int:
-        """How many ids have a text; the model's vocabulary may be padded beyond."""
-        ...
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """The ids that end a text or a turn."""
-        ...
-
-    def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
-        """Returns the ids of a text, with a beginning-of-text token as `add_bos` says, or the file where None."""
-        ...
-
-    def stream(self) -> Any:
-        """Returns what turns ids into text one by one, with `push(id)` and `flush()`."""
-        ...
-
-
 class Model(NamedTuple):
-    """A decoder with its weights, and the tokenizer that goes with them (None: ids only)."""
+    """A decoder with its weights, and the tokenizer that goes with them (None: ids only).
+
+    Any tokenizer will do that has what `gqa_jax.tokenizer.Tokenizer` has: `vocab_size`, `stop_ids`, `encode`, and `stream`.
+    """
 
     config: Config
     params: Params
-    tokenizer: Codec | None = None
+    tokenizer: Any = None
+
+    def __repr__(self) -> str:
+        """Leaves the weights out."""
+        leaves = jax.tree.leaves(self.params)
+        dtypes = "/".join(sorted({str(leaf.dtype) for leaf in leaves}))
+        return (
+            f"Model({self.config}, {sum(leaf.size for leaf in leaves)} parameters in {dtypes}, {type(self.tokenizer).__name__})"
+        )
 
 
 class Stats(NamedTuple):
@@ -120,7 +110,8 @@ class Stream:
     """Yields `Piece`s of text as they come; `generation` is there when they have ended."""
 
     def __init__(self, run: "_Run"):
-        self._run, self._pieces = run, run.pieces()
+        self._run = run
+        self._pieces: Generator[Piece] = run.pieces()
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
@@ -130,7 +121,8 @@ class Stream:
 
     @property
     def generation(self) -> Generation:
-        """What has been generated; what is left of the stream is left out."""
+        """What has been generated; it ends the stream, whose cache would otherwise go on without you."""
+        self._pieces.close()
         return self._run.generation()
 
 
@@ -182,7 +174,7 @@ def generate(  # pyright: ignore[reportInconsistentOverload]
             for, or a number outside its range.
     """
     max_new_tokens = _whole("max_new_tokens", max_new_tokens, 1)
-    seed = _whole("seed", seed, -(2**63), 2**63 - 1)
+    seed = _whole("seed", seed, 0, 2**32 - 1)
     capacity = None if capacity is None else _whole("capacity", capacity, 1)
     top_k = None if top_k is None else _whole("top_k", top_k, 1)
     ids = _ids_of(model, prompts, cache)
@@ -366,7 +358,7 @@ class _Run:
         self.seconds[what] += time.perf_counter() - ready
         return result
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Generator[Piece]:
         """Decodes a few steps at a time and yields what each row has gained."""
         rows = [self._voice(row) for row in range(len(self.prompts))]
         told = [0] * len(rows)
@@ -390,11 +382,12 @@ class _Run:
         return ids, ["stop" if ended else "length" for ended in stopped]
 
     def _voice(self, row: int) -> Any:
-        """Returns what turns the new ids of a row into text, put behind its prompt, where a word may begin with a space."""
-        assert self.model.tokenizer is not None
-        voice, last = self.model.tokenizer.stream(), self.prompts[row][-1]
-        if last < self.model.tokenizer.vocab_size:
-            voice.push(last)
+        """Returns what turns the new ids of a row into text: behind its prompt, whose last character they may complete."""
+        codec = self.model.tokenizer
+        voice = codec.stream()
+        for id in self.prompts[row][-PROMPT_TAIL:]:
+            if id < codec.vocab_size:
+                voice.push(id)
         return voice
 
     def _text(self, row: int, said: list[int]) -> str:

@@ -83,9 +83,9 @@ def test_records_cannot_be_changed(record):
 
 
 @pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("size", [0, -3])
-def test_sizes_below_one_are_refused(name, size):
-    with pytest.raises(ValueError, match=f"{name} is {size}; it must be at least 1"):
+@pytest.mark.parametrize("size", [0, -3, 2.0])
+def test_sizes_that_are_no_whole_number_of_at_least_one_are_refused(unchecked, name, size):
+    with pytest.raises(ValueError, match=f"{name} is {size}; it must be a whole number of at least 1"):
         Config(**SIZES | {name: size})
 
 

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import gqa_jax
 from gqa_jax import decoder
 from gqa_jax.cache import init_cache, rewind
 from gqa_jax.config import Attention, Config, LinearScaling, Rope
@@ -375,3 +376,20 @@ def test_hidden_states_keep_the_dtype_of_the_weights(dtype):
         decoder.param_shapes(NORMED, dtype),
     )
     assert (shapes.shape, shapes.dtype.name) == ((2, 3, 24), dtype)
+
+
+def test_what_does_not_belong_together_is_refused(unchecked):
+    sizes = {"vocab_size": 11, "model_dim": 12, "mlp_dim": 10, "num_kv_heads": 2, "head_dim": 4, "context_length": 16}
+    config = gqa_jax.Config(num_layers=2, num_heads=6, **sizes)
+    params = gqa_jax.init_params(config, jax.random.key(0))
+    tokens = jnp.ones((3, 4), jnp.int32)
+    with pytest.raises(ValueError, match=r"\(layers, K, G, H\) = \(2, 2, 3, 4\), the config \(3, 2, 3, 4\)"):
+        gqa_jax.forward(params, tokens, None, gqa_jax.Config(num_layers=3, num_heads=6, **sizes))
+    with pytest.raises(ValueError, match=r"= \(2, 2, 3, 4\), the config \(2, 2, 1, 4\)"):
+        gqa_jax.forward(params, tokens, None, gqa_jax.Config(num_layers=2, num_heads=2, **sizes))
+    with pytest.raises(ValueError, match="2 layers and 2 rows; the config has 2 layers and there are 3 rows"):
+        gqa_jax.forward(params, tokens, gqa_jax.init_cache(config, 2, 8), config)
+    with pytest.raises(ValueError, match=r"tokens have shape \(4,\)"):
+        gqa_jax.forward(params, tokens[0], None, config)
+    with pytest.raises(ValueError, match="dtype float32; they must be integers"):
+        gqa_jax.forward(params, tokens.astype(jnp.float32), None, config)

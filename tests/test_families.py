@@ -553,3 +553,10 @@ def test_what_newer_gguf_files_of_gemma3_say_comes_before_what_the_architecture_
     everywhere = Attention(Rope(1_000_000.0, LinearScaling(8.0)), None, 0.25)
     pattern = (local, local, everywhere, local, local, everywhere, local)
     assert config == dataclasses.replace(SEVEN_OF_GEMMA3, attention=pattern, logit_softcap=30.0)
+
+
+def test_a_damaged_number_of_layers_is_refused_before_anything_is_made():
+    with pytest.raises(ValueError, match=r"llama\.block_count = 2147483647; the most that is read is 10000"):
+        of_gguf(LLAMA, {"llama.block_count": 2**31 - 1})
+    with pytest.raises(ValueError, match="num_hidden_layers = 4000000000"):
+        of_folder(GEMMA3 | {"num_hidden_layers": 4_000_000_000})

@@ -270,7 +270,7 @@ def test_the_cost_is_told(model):
         ([[1]], {"stop": "end"}, "stop id is 'e'; it must be a whole number"),
         ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens is 2.5; it must be a whole number"),
         ([[1]], {"top_k": 2.5}, "top_k is 2.5; it must be a whole number"),
-        ([[1]], {"seed": 2**64}, "seed is 18446744073709551616; it must be at least -9223372036854775808 and at most"),
+        ([[1]], {"seed": 2**64}, "seed is 18446744073709551616; it must be at least 0 and at most 4294967295"),
         ([[1]], {"capacity": 0}, "capacity is 0; it must be at least 1"),
         ([[1.5, 2.0]], {}, r"Prompt 0 is \[1\.5, 2\.0\]; it must be a string or a list of ids"),
         ([[{"role": "user", "content": "x"}]], {}, "Prompt 0 is .*model.tokenizer.chat"),
@@ -304,3 +304,16 @@ def test_a_cache_that_does_not_fit_is_refused(unchecked, model):
         generate(model, [[1]], cache=cache(), max_new_tokens=2, use_cache=False)
     with pytest.raises(ValueError, match="cache is float32 and cache_dtype is bfloat16"):
         generate(model, [[1]], cache=cache(), max_new_tokens=2, cache_dtype="bfloat16")
+
+
+def test_asking_a_stream_for_its_generation_ends_it():
+    stream = generate(scripted(CYCLE, Letters()), "a", max_new_tokens=15, stop=(), stream=True)
+    first = next(stream)
+    assert stream.generation.text == [first]
+    assert list(stream) == []
+    assert len(stream.generation.cache.length) == 1
+
+
+def test_a_model_shows_itself_without_its_weights(model):
+    assert len(repr(model)) < 1000
+    assert "parameters in float32" in repr(model)

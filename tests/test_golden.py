@@ -74,3 +74,11 @@ def test_text_is_the_same_alone_in_a_batch_in_chunks_and_without_a_cache(smollm2
     monkeypatch.setattr(sys.modules["gqa_jax.generate"], "PROMPT_CHUNK", chunk)
     assert gqa_jax.generate(smollm2, prompts, max_new_tokens=12).text == batch.text
     assert [gqa_jax.generate(smollm2, prompt, max_new_tokens=12).text[0] for prompt in prompts] == batch.text
+
+
+@pytest.mark.parametrize("prompt", ["🙂", "日本の首都は", "Halo 👋🏽", "🙂" * 20])
+def test_a_prompt_that_ends_in_the_middle_of_a_piece_leaves_no_trace_in_the_text(smollm2, prompt):
+    made = gqa_jax.generate(smollm2, prompt, max_new_tokens=4, stop=())
+    assert made.text == [smollm2.tokenizer.decode(made.ids[0])]
+    stream = gqa_jax.generate(smollm2, prompt, max_new_tokens=4, stop=(), stream=True)
+    assert "".join(stream) == made.text[0]

@@ -41,4 +41,4 @@ def test_the_tree_names_every_room():
     named = set(re.findall(r"^  (\w+(?:\.py|/)) ", README, flags=re.MULTILINE))
     package = ROOT / "gqa_jax"
     rooms = {path.name if path.is_file() else f"{path.name}/" for path in package.iterdir() if "__pycache__" not in path.name}
-    assert named == rooms - {"__init__.py"}
+    assert named == rooms - {"__init__.py", "py.typed"}

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 from gqa_jax.config import Attention, Config, LinearScaling, Llama3Scaling, Rope
 from gqa_jax.formats import Archive
 
+# Far above any model; a damaged number must not make lists until memory ends.
+MOST_LAYERS = 10_000
+
 
 class Source(NamedTuple):
     """Where a weight comes from: the tensor's name, the pattern of its axes, and a number to add to it."""
@@ -58,6 +61,18 @@ def need(metadata: Mapping[str, Any], key: str, archive: Archive) -> Any:
     if metadata.get(key) is None:
         raise ValueError(f"{archive.where} does not say {key}, without which it cannot be read.")
     return metadata[key]
+
+
+def num_layers(metadata: Mapping[str, Any], key: str, archive: Archive) -> int:
+    """Returns how many layers the checkpoint says it has.
+
+    Raises:
+        ValueError: it does not say, or a number that only a damaged file has.
+    """
+    count = need(metadata, key, archive)
+    if not isinstance(count, int) or count > MOST_LAYERS:
+        raise ValueError(f"{archive.where} says {key} = {count!r}; the most that is read is {MOST_LAYERS}. Fetch it again.")
+    return count
 
 
 def refuse(metadata: Mapping[str, Any], archive: Archive, allowed: Mapping[str, tuple[Any, ...]]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gqa_jax.config import Attention, Config, Rope
-from gqa_jax.families import Family, Source, gguf_rope, need, per_layer, refuse, rope_of
+from gqa_jax.families import Family, Source, gguf_rope, need, num_layers, per_layer, refuse, rope_of
 from gqa_jax.families.llama import BLOCK, GGUF_TABLE, HF_LAYER, HF_TABLE, gguf_sizes
 from gqa_jax.formats import Archive
 
@@ -34,7 +34,7 @@ def hf_config(archive: Archive) -> Config:
     said = archive.metadata
     refuse(said, archive, {"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False, None)})
     heads, width = need(said, "num_attention_heads", archive), need(said, "hidden_size", archive)
-    layers, head_dim = need(said, "num_hidden_layers", archive), said.get("head_dim") or width // heads
+    layers, head_dim = num_layers(said, "num_hidden_layers", archive), said.get("head_dim") or width // heads
     config = Config(
         vocab_size=need(said, "vocab_size", archive),
         num_layers=layers,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gqa_jax.config import Attention, Config, DivisorScaling, Rope
-from gqa_jax.families import Family, Source, gguf_rope, need, per_layer, refuse, rope_of
+from gqa_jax.families import Family, Source, gguf_rope, need, num_layers, per_layer, refuse, rope_of
 from gqa_jax.formats import Archive
 
 HF_LAYER = "model.layers.{layer}."
@@ -72,7 +72,7 @@ def hf_config(archive: Archive) -> Config:
     said, kind = archive.metadata, archive.metadata["model_type"]
     refuse(said, archive, {"hidden_act": ("silu", "swish")})
     heads, width = need(said, "num_attention_heads", archive), need(said, "hidden_size", archive)
-    layers = need(said, "num_hidden_layers", archive)
+    layers = num_layers(said, "num_hidden_layers", archive)
     bias = bool(said.get("attention_bias", False))
     return Config(
         vocab_size=need(said, "vocab_size", archive),
@@ -141,7 +141,7 @@ def gguf_sizes(archive: Archive) -> Config:
         raise ValueError(f"{archive.where} has no tensor token_embd.weight.")
     return Config(
         vocab_size=archive.tensors["token_embd.weight"].shape[0],
-        num_layers=need(said, f"{kind}.block_count", archive),
+        num_layers=num_layers(said, f"{kind}.block_count", archive),
         model_dim=width,
         mlp_dim=need(said, f"{kind}.feed_forward_length", archive),
         num_heads=heads,
