@@ -71,6 +71,11 @@ def check_room(cache: KVCache, new_tokens: int) -> None:
     """
     traced = isinstance(cache.length, Tracer)
     fullest = 0 if traced else int(cache.length.max())
+    if fullest > cache.capacity:
+        raise ValueError(
+            f"A row of the cache was given {fullest} tokens for its {cache.capacity} slots inside jit, and what did not fit is "
+            "lost. Go back with gqa_jax.rewind to what the row held before, then make room with gqa_jax.grow."
+        )
     if fullest + new_tokens > cache.capacity:
         raise ValueError(
             f"{new_tokens} new tokens do not fit: a row of the cache already holds {fullest} of its {cache.capacity} slots. "
@@ -88,15 +93,19 @@ def write(cache: KVCache, layer: int, k: Float[Array, "B K T H"], v: Float[Array
         ValueError: shapes that differ from the cache's, or more tokens than there is room for.
         TypeError: numbers that are not floating point.
     """
+    if not 0 <= layer < len(cache.k):
+        raise ValueError(f"The layer is {layer}; the cache has {len(cache.k)}, from 0 on.")
     batch, kv_heads, _, head_dim = cache.k[layer].shape
     for name, new in (("k", k), ("v", v)):
-        if (new.shape[0], new.shape[1], new.shape[3]) != (batch, kv_heads, head_dim):
+        if new.ndim != 4 or (new.shape[0], new.shape[1], new.shape[3]) != (batch, kv_heads, head_dim):
             raise ValueError(
                 f"{name} has shape {new.shape}; the cache takes ({batch}, {kv_heads}, tokens, {head_dim}): "
                 f"{batch} rows, {kv_heads} KV heads of width {head_dim}."
             )
         if not jnp.issubdtype(new.dtype, jnp.floating):
             raise TypeError(f"{name} has dtype {new.dtype}; the cache takes floating point, kept as {cache.k[layer].dtype}.")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k holds {k.shape[2]} tokens and v {v.shape[2]}; there must be as many of both.")
     check_room(cache, k.shape[2])
 
     def put(layers, new):
@@ -123,15 +132,21 @@ def rewind(cache: KVCache, length: Int[Array, " B"]) -> KVCache:
 
     A row that has `overflowed` lacks what did not fit: go back to what it held before.
     """
-    return dataclasses.replace(cache, length=jnp.clip(jnp.asarray(length, jnp.int32), 0, cache.length))
+    kept = jnp.asarray(length, jnp.int32)
+    if kept.shape not in ((), cache.length.shape):
+        raise ValueError(
+            f"length has shape {kept.shape}; it must be one number, or one for each of {cache.length.shape[0]} rows."
+        )
+    return dataclasses.replace(cache, length=jnp.clip(kept, 0, cache.length))
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:
     """Returns a copy of the cache with room for `capacity` tokens in each row.
 
     Raises:
-        ValueError: a capacity below the present one, which might lose tokens.
+        ValueError: a capacity below the present one, which might lose tokens, or a row that has `overflowed`.
     """
+    check_room(cache, 0)
     if capacity < cache.capacity:
         raise ValueError(f"The cache has {cache.capacity} slots and cannot grow to {capacity}.")
     more = ((0, 0), (0, 0), (0, capacity - cache.capacity), (0, 0))

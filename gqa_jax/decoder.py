@@ -109,7 +109,7 @@ def forward(
 
     With a cache the tokens continue what it holds, any number at a time, at a position of its own for each row; without one
     (None) they are whole texts, as in training. Any split of a text into chunks gives the logits of one pass. An id outside
-    the vocabulary gives NaN.
+    the vocabulary makes its row NaN.
 
     Raises:
         ValueError: tokens that do not fit into the cache, or parameters or a cache that are not the config's.

@@ -48,7 +48,8 @@ Progress = Callable[[str, int, int], None]
 class Model(NamedTuple):
     """A decoder with its weights, and the tokenizer that goes with them (None: ids only).
 
-    Any tokenizer will do that has what `gqa_jax.tokenizer.Tokenizer` has: `vocab_size`, `stop_ids`, `encode`, and `stream`.
+    Any tokenizer will do that has what `gqa_jax.tokenizer.Tokenizer` has: `vocab_size`, `stop_ids`, `encode`, `decode`
+    and `stream`.
     """
 
     config: Config
@@ -159,8 +160,8 @@ def generate(  # pyright: ignore[reportInconsistentOverload]
         top_k: keeps so many of the likeliest tokens; None keeps all.
         top_p: keeps the likeliest tokens that together hold so much probability.
         min_p: keeps tokens at least so many times as likely as the likeliest.
-        repetition_penalty: makes tokens that have occurred, in the prompt too, less likely.
-        seed: the same seed gives the same text; a row's draws do not depend on the other rows.
+        repetition_penalty: makes tokens that have occurred, in this call's prompt too, less likely.
+        seed: the same seed gives the same text; what a row draws depends on its place, not on the other rows.
         stop: ids that end a row; None takes the model's own, () none.
         stream: returns a `Stream`, which yields the text in pieces as it comes.
         use_cache: False computes everything anew for every token, for comparison.
@@ -210,6 +211,8 @@ def _ids_of(model: Model, prompts: Prompt | Sequence[Prompt], cache: KVCache | N
         raise ValueError("There are no prompts; at least one is needed.")
     if cache is not None and cache.length.is_deleted():
         raise ValueError("The cache has been consumed by an earlier call; go on from the one that call returned.")
+    if cache is not None:
+        kv.check_room(cache, 0)
     held = np.zeros(len(rows), int) if cache is None else np.asarray(cache.length)
     if len(held) != len(rows):
         raise ValueError(f"The cache has {len(held)} rows and there are {len(rows)} prompts; there must be one for each row.")
@@ -385,9 +388,11 @@ class _Run:
         """Returns what turns the new ids of a row into text: behind its prompt, whose last character they may complete."""
         codec = self.model.tokenizer
         voice = codec.stream()
-        for id in self.prompts[row][-PROMPT_TAIL:]:
-            if id < codec.vocab_size:
-                voice.push(id)
+        tail = [id for id in self.prompts[row][-PROMPT_TAIL:] if id < codec.vocab_size]
+        for id in tail:
+            voice.push(id)
+        if not codec.decode(tail).endswith("\ufffd"):
+            voice.flush()  # Held back, but whole: it belongs to the prompt.
         return voice
 
     def _text(self, row: int, said: list[int]) -> str:

@@ -345,3 +345,35 @@ def test_a_donated_cache_is_used_up_and_the_rest_survives(batch, dtype):
     np.testing.assert_array_equal(tokens, TOKENS[:batch])
     again, _ = step(tokens, copy)
     np.testing.assert_array_equal(again, logits)
+
+
+def test_an_overflowed_cache_is_refused_until_it_is_rewound(unchecked):
+    cache = init_cache(CONFIG, 1, 4)
+
+    @jax.jit
+    def push(cache):
+        k = jnp.ones((1, *cache.k[0].shape[1:2], 3, cache.k[0].shape[3]))
+        for layer in range(len(cache.k)):
+            cache = write(cache, layer, k, k)
+        return advance(cache, 3)
+
+    full = push(push(cache))
+    assert full.overflowed.all()
+    with pytest.raises(ValueError, match=r"given 6 tokens for its 4 slots.*rewind"):
+        grow(full, 8)
+    mended = grow(rewind(full, 3), 8)
+    assert (mended.capacity, int(mended.length[0]), bool(mended.overflowed[0])) == (8, 3, False)
+
+
+def test_a_layer_or_a_pair_that_is_not_there_is_refused(unchecked):
+    cache = init_cache(CONFIG, 1, 4)
+    k = jnp.ones((1, *cache.k[0].shape[1:2], 2, cache.k[0].shape[3]))
+    for layer in (-1, len(cache.k)):
+        with pytest.raises(ValueError, match=f"layer is {layer}; the cache has {len(cache.k)}"):
+            write(cache, layer, k, k)
+    with pytest.raises(ValueError, match="k holds 2 tokens and v 1"):
+        write(cache, 0, k, k[:, :, :1])
+    with pytest.raises(ValueError, match=r"k has shape \(2, 2, 10\); the cache takes"):
+        write(cache, 0, k[0], k[0])
+    with pytest.raises(ValueError, match=r"length has shape \(2,\); it must be one number, or one for each of 1 rows"):
+        rewind(cache, jnp.array([1, 2]))

@@ -57,6 +57,9 @@ class Letters:
     def encode(self, text, *, add_bos=None):
         return [ord(letter) - ord("a") for letter in text]
 
+    def decode(self, ids):
+        return "".join(map(self.push, ids))
+
     def stream(self):
         return self
 
@@ -317,3 +320,26 @@ def test_asking_a_stream_for_its_generation_ends_it():
 def test_a_model_shows_itself_without_its_weights(model):
     assert len(repr(model)) < 1000
     assert "parameters in float32" in repr(model)
+
+
+class Bytes(Letters):
+    """A tokenizer that holds every piece back until the end, as runs of byte pieces are."""
+
+    def stream(self):
+        held, shown = [], [0]
+
+        class Voice:
+            def push(self, token):
+                held.append(token)
+                return ""
+
+            def flush(self):
+                text = "".join(chr(token + ord("a")) for token in held[shown[0] :])
+                shown[0] = len(held)
+                return text
+
+        return Voice()
+
+
+def test_what_a_tokenizer_holds_back_of_the_prompt_is_not_told_again():
+    assert generate(scripted(CYCLE, Bytes()), "abc", max_new_tokens=3).text == ["def"]

@@ -5,6 +5,7 @@ import re
 import shlex
 
 import gqa_jax
+from benchmarks.readme import section
 from gqa_jax.__main__ import _parser
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -42,3 +43,7 @@ def test_the_tree_names_every_room():
     package = ROOT / "gqa_jax"
     rooms = {path.name if path.is_file() else f"{path.name}/" for path in package.iterdir() if "__pycache__" not in path.name}
     assert named == rooms - {"__init__.py", "py.typed"}
+
+
+def test_the_figures_are_those_of_the_committed_results():
+    assert section() in README

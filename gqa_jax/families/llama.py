@@ -118,6 +118,8 @@ def gguf_config(archive: Archive) -> Config:
     config = gguf_sizes(archive)
     rope = gguf_rope(said, kind, archive, config.head_dim)
     if "rope_freqs.weight" in tensors:
+        if rope.scaling is not None:
+            raise ValueError(f"{archive.where} scales rotary frequencies twice: {rope.scaling} and rope_freqs.weight.")
         divisors = tuple(tensors["rope_freqs.weight"].read().tolist())
         if len(divisors) != config.head_dim // 2:
             raise ValueError(

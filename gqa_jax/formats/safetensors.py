@@ -49,8 +49,8 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        return {}
+    if not index.is_file() or (path / "model.safetensors").is_file():
+        return {}  # One whole file comes first, as for transformers, beside which an index is left from an earlier time.
     names = _read_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index} has no weight_map from the names of tensors to files.")
