@@ -204,8 +204,7 @@ def _whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 def _ids_of(model: Model, prompts: Prompt | Sequence[Prompt], cache: KVCache | None) -> list[list[int]]:
     """Turns every form of prompts into lists of ids, and refuses what the model cannot read."""
-    one = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(id, int) or hasattr(id, "item") for id in prompts))
-    one = one and getattr(prompts, "ndim", 1) == 1
+    one = isinstance(prompts, str) or (len(prompts) > 0 and all(np.ndim(id) == 0 and not isinstance(id, str) for id in prompts))
     rows = [prompts] if one else list(prompts)
     if not rows:
         raise ValueError("There are no prompts; at least one is needed.")

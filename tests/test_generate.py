@@ -239,7 +239,10 @@ def test_one_prompt_may_stand_alone(model):
         generate(model, prompt, max_new_tokens=3).ids for prompt in ([1, 2], np.array([1, 2]), jnp.array([1, 2]), [[1, 2]])
     ]
     assert alone == [alone[0]] * 4
-    assert generate(model, np.array([[1, 2], [3, 4]]), max_new_tokens=3).ids[0] == alone[0][0]
+    two = [np.array([[1, 2], [3, 4]]), [np.array([1, 2]), np.array([3, 4])], [jnp.array([1, 2]), [3, 4]], ([1, 2], (3, 4))]
+    for prompts in two:
+        assert generate(model, prompts, max_new_tokens=3).ids[0] == alone[0][0]
+    assert generate(model, [np.array([1, 2]), np.array([3])], max_new_tokens=3).ids[0] == alone[0][0]
 
 
 def test_the_cost_is_told(model):
