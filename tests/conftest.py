@@ -14,6 +14,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Programs that run once are compiled fast rather than well."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def unchecked():
     """Turns the tests' own shape checks off, so that a test meets the errors that a user meets."""

@@ -33,12 +33,7 @@ read_filled = jax.jit(attend_filled, static_argnums=5)
 mask_of = jax.jit(causal_mask, static_argnums=2)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Programs that run once are compiled fast rather than well."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def cast(x, dtype: str) -> np.ndarray:

@@ -30,12 +30,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 jitted = pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Programs that run once are compiled fast rather than well."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def new_tokens(rows: int, count: int, seed: int = 1) -> np.ndarray:

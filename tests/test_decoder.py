@@ -64,12 +64,7 @@ configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 forward = jax.jit(decoder.forward, static_argnames="config")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Programs that run once are compiled fast rather than well."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def weights(config: Config, dtype: str = "float32") -> decoder.Params:

@@ -11,6 +11,8 @@ import gqa_jax
 from gqa_jax import loop
 from gqa_jax.generate import PROMPT_CHUNK, Piece, generate
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = gqa_jax.Config(
     vocab_size=101,
     num_layers=2,
