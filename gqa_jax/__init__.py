@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from gqa_jax.attention import causal_mask, grouped_query_attention
 from gqa_jax.cache import KVCache, advance, grow, init_cache, rewind, write
 from gqa_jax.config import Attention, Config, DivisorScaling, LinearScaling, Llama3Scaling, Rope
-from gqa_jax.decoder import forward, init_params, param_axes
-from gqa_jax.generate import Generation, Model, generate
+from gqa_jax.decoder import forward, gather, init_params, param_axes, place
+from gqa_jax.generate import Generation, generate
+from gqa_jax.request import Model
+from gqa_jax.sharding import HeadPlan, Placement, make_mesh, plan_heads
 
 if TYPE_CHECKING:
     from gqa_jax.checkpoint import load
@@ -26,21 +28,27 @@ __all__ = [
     "Config",
     "DivisorScaling",
     "Generation",
+    "HeadPlan",
     "KVCache",
     "LinearScaling",
     "Llama3Scaling",
     "Model",
+    "Placement",
     "Rope",
     "advance",
     "causal_mask",
     "forward",
+    "gather",
     "generate",
     "grouped_query_attention",
     "grow",
     "init_cache",
     "init_params",
     "load",
+    "make_mesh",
     "param_axes",
+    "place",
+    "plan_heads",
     "rewind",
     "write",
 ]

@@ -205,11 +205,12 @@ def add_sinks(part: Part, sinks: Float[Array, "K G"]) -> Part:
 
 
 class Reading(NamedTuple):
-    """What is fixed about a read from the cache."""
+    """What is fixed about a read from the cache: how logits are made, and every how many positions a slot is kept here."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    stride: int = 1
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -220,46 +221,68 @@ def attend_filled(
     q_positions: Int[Array, "B T"],
     filled: Int[Array, " B"],
     reading: Reading,
+    first: Int[Array, ""] | int = 0,
 ) -> Part:
-    """Reads the first `filled` slots of each row, where slot s holds the key of position s.
+    """Reads what the slots hold of the first `filled` positions of each row; see `slot_positions`.
 
     It goes block by block from the oldest slot that a window still shows to the last filled one, so the cost follows what is
     filled, not what is allocated, and nothing as large as the cache is ever made. Gradients recompute it in one piece.
     """
-    block = min(SLOTS_AT_A_TIME, k.shape[2])
-    stop = (jnp.minimum(filled.max(), k.shape[2]) + (block - 1)) // block
+    size, stride = k.shape[2], reading.stride
+    block = min(SLOTS_AT_A_TIME, size)
+    longest = held(filled, first, stride).max()
+    stop = (jnp.minimum(longest, size) + (block - 1)) // block
     start = jnp.zeros_like(stop)
     if reading.window is not None:
-        start = jnp.maximum(q_positions.min() - (reading.window - 1), 0) // block
+        oldest = jnp.maximum(q_positions.min() - (reading.window - 1) - first, 0) // (stride * block)
+        start = jnp.where(longest <= size, oldest, 0)
 
     def read_block(index, part):
         # The last block of an odd capacity begins early and leaves out what the one before it has read.
-        first = jnp.minimum(index * block, k.shape[2] - block)
-        slots = first + jnp.arange(block, dtype=first.dtype)
-        mask = _mask(q_positions, jnp.where(slots >= index * block, slots, -1), filled, reading)
-        k_block, v_block = (lax.dynamic_slice_in_dim(x, first, block, axis=2) for x in (k, v))
+        begin = jnp.minimum(index * block, size - block)
+        slots = begin + jnp.arange(block, dtype=begin.dtype)
+        positions = jnp.where(slots >= index * block, slot_positions(slots, size, filled, first, stride), -1)
+        mask = causal_mask(q_positions, positions, reading.window)[:, None, None]
+        k_block, v_block = (lax.dynamic_slice_in_dim(x, begin, block, axis=2) for x in (k, v))
         return merge(part, attend(q, k_block, v_block, mask, scale=reading.scale, softcap=reading.softcap))
 
     wide = _wider(q.dtype, jnp.dtype(jnp.float32))
-    nothing = Part(jnp.zeros((*q.shape[:4], v.shape[3]), wide), jnp.full(q.shape[:4], -jnp.inf, wide))
+    # Taken from q, so that under `shard_map` the loop begins with what differs from device to device, as it goes on.
+    lse = jnp.where(False, q[..., 0].astype(wide), -jnp.inf)
+    nothing = Part(jnp.broadcast_to(jnp.where(False, lse, 0)[..., None], (*q.shape[:4], v.shape[3])), lse)
     return lax.fori_loop(start, stop, read_block, nothing)
 
 
-def _mask(q_positions: Array, slots: Array, filled: Array, reading: Reading) -> Bool[Array, "B 1 1 T S"]:
-    positions = jnp.where(slots < filled[:, None], slots, -1)
-    return causal_mask(q_positions, positions, reading.window)[:, None, None]
+def held(filled: Int[Array, "*any"], first: Int[Array, ""] | int, stride: int) -> Int[Array, "*any"]:
+    """Counts the positions below `filled` among first, first + stride, first + 2 stride, ..."""
+    return filled if stride == 1 else jnp.maximum(filled - first + (stride - 1), 0) // stride
 
 
-def _attend_filled_forward(q, k, v, q_positions, filled, reading):
-    return attend_filled(q, k, v, q_positions, filled, reading), (q, k, v, q_positions, filled)
+def slot_positions(
+    slots: Int[Array, " S"], size: int, filled: Int[Array, " B"], first: Int[Array, ""] | int, stride: int
+) -> Int[Array, "B S"]:
+    """Returns which position each slot holds the key of, negative for none.
+
+    The i-th position kept here is first + i * stride, and it lies in slot i modulo `size`: a ring, whose slots hold the last
+    `size` of them.
+    """
+    last = held(filled, first, stride)[:, None] - 1
+    turn = slots + size * ((last - slots) // size)
+    return turn if stride == 1 else jnp.where(turn < 0, -1, first + turn * stride)
+
+
+def _attend_filled_forward(q, k, v, q_positions, filled, reading, first):
+    return attend_filled(q, k, v, q_positions, filled, reading, first), (q, k, v, q_positions, filled, first)
 
 
 def _attend_filled_backward(reading, kept, cotangent):
-    q, k, v, q_positions, filled = kept
-    mask = _mask(q_positions, jnp.arange(k.shape[2], dtype=filled.dtype), filled, reading)
+    q, k, v, q_positions, filled, first = kept
+    slots = jnp.arange(k.shape[2], dtype=filled.dtype)
+    positions = slot_positions(slots, k.shape[2], filled, first, reading.stride)
+    mask = causal_mask(q_positions, positions, reading.window)[:, None, None]
     read = partial(attend, mask=mask, scale=reading.scale, softcap=reading.softcap)
     _, pull = jax.vjp(read, q, k, v)
-    return *pull(cotangent), None, None
+    return *pull(cotangent), None, None, None
 
 
 attend_filled.defvjp(_attend_filled_forward, _attend_filled_backward)

@@ -1,44 +1,60 @@
 """The KV cache: an immutable pytree that a decode loop takes and returns.
 
 Keys and values are head-major and kept for each layer apart, `"B K S H"`. It is the one form that XLA updates in place
-without cache-sized copies on CPU, GPU and TPU alike. Slot s of a row holds the key of position s; `length` says how many are
-filled in each row, so rows of different lengths need no padding mask.
+without cache-sized copies on CPU, GPU and TPU alike. `length` says how many tokens each row holds, so rows of different
+lengths need no padding mask. Slot s holds the key of position s; in a layer with a window that is shorter than the capacity,
+the slots are a ring that holds the last of them, position p in slot p modulo the window.
+
+On a mesh that splits the slots over a group of devices, each holds every `group`-th position, so that all of them work
+from the first tokens on. In the whole array their parts stand one behind the other.
 """
 
 import dataclasses
+import math
 import typing
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from gqa_jax.attention import held
 from gqa_jax.config import Config
+from gqa_jax.sharding import Placement, on_mesh_of, placement_of, zeros
 
 DTYPES = ("float32", "bfloat16", "float16")
+AXES = "B K S H"
 
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """One `k` and one `v` for each layer, and how many slots of each row are filled."""
+    """One `k` and one `v` for each layer, and how many tokens each row holds. Made by `init_cache`.
+
+    `capacity` is how many tokens each row has room for, `windows` how many of the last ones each layer keeps (None: all).
+    """
 
     k: tuple[Float[Array, "B K S H"], ...]
     v: tuple[Float[Array, "B K S H"], ...]
     length: Int[Array, " B"]
-
-    @property
-    def capacity(self) -> int:
-        """How many tokens each row has room for: S."""
-        return self.k[0].shape[2]
+    capacity: int = dataclasses.field(metadata={"static": True})
+    windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+    placement: Placement | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Bytes of all keys and values, each part counted once, however many devices hold it."""
         return sum(x.nbytes for x in (*self.k, *self.v))
+
+    @property
+    def nbytes_per_device(self) -> int:
+        """Bytes of keys and values that each device holds."""
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in (*self.k, *self.v))
 
     @property
     def overflowed(self) -> Bool[Array, " B"]:
@@ -46,21 +62,82 @@ class KVCache:
         return self.length > self.capacity
 
 
-def init_cache(config: Config, batch: int, capacity: int, dtype: DTypeLike = jnp.float32) -> KVCache:
+def init_cache(
+    config: Config,
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    rings: bool = True,
+    mesh: Mesh | Placement | None = None,
+) -> KVCache:
     """Returns an empty cache with room for `capacity` tokens in each of `batch` rows.
 
+    Args:
+        config: the model.
+        batch: rows.
+        capacity: tokens for which each row has room.
+        dtype: float32, bfloat16 or float16.
+        rings: layers with a window keep no more than the window; False keeps everything, so that `rewind` can go anywhere.
+        mesh: where the cache lies; each device makes its own part.
+
     Raises:
-        ValueError: a size below one, or a dtype other than float32, bfloat16 and float16.
+        ValueError: a size below one, another dtype, or a batch that the mesh cannot cut.
     """
     for name, size in (("batch", batch), ("capacity", capacity)):
         if size < 1:
             raise ValueError(f"The cache's {name} is {size}; it must be at least 1.")
     if jnp.dtype(dtype).name not in DTYPES:
         raise ValueError(f"The cache's dtype is {jnp.dtype(dtype).name}; it must be one of {', '.join(DTYPES)}.")
-    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+    placement = placement_of(mesh)
+    check_batch(batch, placement)
+    windows = tuple(config.layer_attention(layer).window if rings else None for layer in range(config.num_layers))
+
     # Each array owns its buffer, or donating the cache would donate one buffer many times.
-    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
-    return KVCache(k, v, jnp.zeros(batch, jnp.int32))
+    def layers():
+        shapes = (cache_shape(config, batch, num_slots(capacity, window, placement), placement) for window in windows)
+        return tuple(zeros(shape, dtype, AXES, placement) for shape in shapes)
+
+    return KVCache(layers(), layers(), zeros((batch,), jnp.int32, "B", placement), capacity, windows, placement)
+
+
+def check_batch(batch: int, placement: Placement | None) -> None:
+    """Refuses a batch that does not divide over the mesh.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if placement is not None and batch % placement.parts("B"):
+        raise ValueError(
+            f"{batch} rows do not divide over {placement.parts('B')} devices of the mesh's data axis; give a multiple of "
+            f"{placement.parts('B')}, or use data=1."
+        )
+
+
+def num_slots(capacity: int, window: int | None, placement: Placement | None = None) -> int:
+    """Returns how many slots a layer has for each row."""
+    slots = capacity if window is None else min(capacity, window)
+    return slots if placement is None else placement.padded("S", slots)
+
+
+def cache_shape(config: Config, batch: int, slots: int, placement: Placement | None = None) -> tuple[int, int, int, int]:
+    """Returns the shape of one layer's keys, with the heads that pad it on a mesh."""
+    heads = config.num_kv_heads if placement is None else placement.padded("K", config.num_kv_heads)
+    return (batch, heads, slots, config.head_dim)
+
+
+def cache_specs(cache: KVCache) -> KVCache:
+    """Returns how each array of a cache on a mesh is cut, as `jax.shard_map` asks for it."""
+    assert cache.placement is not None
+    slots, rows = cache.placement.spec(AXES), cache.placement.spec("B")
+    return dataclasses.replace(cache, k=(slots,) * len(cache.k), v=(slots,) * len(cache.v), length=rows)
+
+
+def with_placement(cache: KVCache, placement: Placement | None) -> KVCache:
+    """Returns the cache as it lies on another view of its mesh."""
+    if cache.placement == placement or placement is None:
+        return cache
+    return dataclasses.replace(on_mesh_of(cache, placement), placement=placement)
 
 
 def check_room(cache: KVCache, new_tokens: int) -> None:
@@ -87,7 +164,8 @@ def write(cache: KVCache, layer: int, k: Float[Array, "B K T H"], v: Float[Array
     """Puts T new tokens of one layer behind the `length` tokens of each row, rounded to the cache's dtype.
 
     `length` stays as it is until `advance`, when every layer has been written. Rows that lack the room keep what they hold
-    (`lax.dynamic_update_slice` alone would slide back over it), and `overflowed` marks them after `advance`.
+    (`lax.dynamic_update_slice` alone would slide back over it), and `overflowed` marks them after `advance`. In a layer with a
+    window the last of many new tokens push out older ones that the first of them still see: read before you write.
 
     Raises:
         ValueError: shapes that differ from the cache's, or more tokens than there is room for.
@@ -107,37 +185,99 @@ def write(cache: KVCache, layer: int, k: Float[Array, "B K T H"], v: Float[Array
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"k holds {k.shape[2]} tokens and v {v.shape[2]}; there must be as many of both.")
     check_room(cache, k.shape[2])
-
-    def put(layers, new):
-        row = jax.vmap(_put_row)(layers[layer], new.astype(layers[layer].dtype), cache.length)
-        return (*layers[:layer], row, *layers[layer + 1 :])
-
-    return dataclasses.replace(cache, k=put(cache.k, k), v=put(cache.v, v))
-
-
-def _put_row(slots: Float[Array, "K S H"], new: Float[Array, "K T H"], length: Int[Array, ""]) -> Float[Array, "K S H"]:
-    fits = length + new.shape[1] <= slots.shape[1]
-    start = jnp.minimum(length, slots.shape[1] - new.shape[1])
-    kept = lax.dynamic_slice_in_dim(slots, start, new.shape[1], axis=1)
-    return lax.dynamic_update_slice_in_dim(slots, jnp.where(fits, new, kept), start, axis=1)
+    count = jnp.full_like(cache.length, k.shape[2])
+    if cache.placement is None:
+        return put(cache, layer, k, v, count)
+    specs, new = cache_specs(cache), cache.placement.spec("B K T H")
+    return jax.shard_map(
+        lambda cache, k, v, count: put(cache, layer, k, v, count),
+        mesh=cache.placement.mesh,
+        in_specs=(specs, new, new, specs.length),
+        out_specs=specs,
+    )(cache, k, v, count)
 
 
-def advance(cache: KVCache, new_tokens: int) -> KVCache:
+def put(cache: KVCache, layer: int, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], count: Int[Array, " B"]) -> KVCache:
+    """Writes the first `count` of T tokens, unchecked; on a mesh, what one device does under `jax.shard_map`."""
+    first, stride = stripe(cache)
+    count = jnp.where(cache.length + count <= cache.capacity, count, 0)
+    put_row = jax.vmap(partial(_put_row, first=first, stride=stride, wraps=is_ring(cache, layer)))
+
+    def layers(old: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
+        row = put_row(old[layer], new.astype(old[layer].dtype), cache.length, count)
+        return (*old[:layer], row, *old[layer + 1 :])
+
+    return dataclasses.replace(cache, k=layers(cache.k, k), v=layers(cache.v, v))
+
+
+def _put_row(
+    old: Float[Array, "K S H"],
+    new: Float[Array, "K T H"],
+    length: Int[Array, ""],
+    count: Int[Array, ""],
+    first: Int[Array, ""] | int,
+    stride: int,
+    wraps: bool,
+) -> Float[Array, "K S H"]:
+    """Writes those of the positions from `length` on that this device keeps: its own `begin`-th up to its `end`-th."""
+    size, most = old.shape[1], min(-(-new.shape[1] // stride), old.shape[1])
+    begin, end = held(length, first, stride), held(length + count, first, stride)
+    if wraps and most > 1:
+        slots = jnp.arange(size, dtype=begin.dtype)
+        index, kept = slots + size * ((end - 1 - slots) // size), old
+    else:
+        start = jnp.minimum(begin % size, size - most)
+        index = begin - begin % size + start + jnp.arange(most, dtype=begin.dtype)
+        kept = lax.dynamic_slice_in_dim(old, start, most, axis=1)
+    if new.shape[1] > 1:
+        new = jnp.take(new, jnp.clip(first + index * stride - length, 0, new.shape[1] - 1), axis=1)
+    fresh = jnp.where(((index >= begin) & (index < end))[:, None], new, kept)
+    return fresh if kept is old else lax.dynamic_update_slice_in_dim(old, fresh, start, axis=1)
+
+
+def stripe(cache: KVCache) -> tuple[Int[Array, ""] | int, int]:
+    """Returns the first position that this device keeps, and every how many it keeps one."""
+    if cache.placement is None or cache.placement.parts("S") == 1:
+        return 0, 1
+    return cache.placement.index("S"), cache.placement.parts("S")
+
+
+def is_ring(cache: KVCache, layer: int) -> bool:
+    """Says whether a layer has fewer slots than the cache has room for, and forgets its oldest tokens."""
+    window = cache.windows[layer]
+    return window is not None and window < cache.capacity
+
+
+def advance(cache: KVCache, new_tokens: int | Int[Array, " B"]) -> KVCache:
     """Counts `new_tokens` more tokens in each row."""
-    return dataclasses.replace(cache, length=cache.length + jnp.int32(new_tokens))
+    return dataclasses.replace(cache, length=cache.length + jnp.asarray(new_tokens, jnp.int32))
 
 
 def rewind(cache: KVCache, length: Int[Array, " B"]) -> KVCache:
     """Forgets all but the first `length` tokens of each row: after right padding, or to go on from a common prefix.
 
-    A row that has `overflowed` lacks what did not fit: go back to what it held before.
+    A row that has `overflowed` lacks what did not fit: go back to what it held before. A row that a window has pushed tokens
+    out of cannot go back; inside `jit` it becomes `overflowed`.
+
+    Raises:
+        ValueError: a length for other rows, or tokens that a window has pushed out.
     """
     kept = jnp.asarray(length, jnp.int32)
     if kept.shape not in ((), cache.length.shape):
         raise ValueError(
             f"length has shape {kept.shape}; it must be one number, or one for each of {cache.length.shape[0]} rows."
         )
-    return dataclasses.replace(cache, length=jnp.clip(kept, 0, cache.length))
+    kept = jnp.clip(kept, 0, cache.length)
+    windows = [window for layer, window in enumerate(cache.windows) if window is not None and is_ring(cache, layer)]
+    if windows:
+        lost = (cache.length > min(windows)) & (kept < cache.length)
+        if not isinstance(lost, Tracer) and lost.any():
+            raise ValueError(
+                f"A row holds {int(cache.length.max())} tokens and some layers keep only the last {min(windows)}, "
+                "so it cannot go back. A cache made with gqa_jax.init_cache(..., rings=False) can."
+            )
+        kept = jnp.where(lost, cache.capacity + 1, kept)
+    return dataclasses.replace(cache, length=kept)
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:
@@ -148,7 +288,18 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
     """
     check_room(cache, 0)
     if capacity < cache.capacity:
-        raise ValueError(f"The cache has {cache.capacity} slots and cannot grow to {capacity}.")
-    more = ((0, 0), (0, 0), (0, capacity - cache.capacity), (0, 0))
-    k, v = (tuple(jnp.pad(x, more) for x in layers) for layers in (cache.k, cache.v))
-    return dataclasses.replace(cache, k=k, v=v)
+        raise ValueError(f"The cache has room for {cache.capacity} tokens and cannot shrink to {capacity}.")
+    parts = 1 if cache.placement is None else cache.placement.parts("S")
+
+    def layers(old: tuple[Array, ...]) -> tuple[Array, ...]:
+        slots = (num_slots(capacity, window, cache.placement) // parts for window in cache.windows)
+        return tuple(jnp.pad(x, ((0, 0), (0, 0), (0, more - x.shape[2]), (0, 0))) for x, more in zip(old, slots, strict=True))
+
+    def grown(cache: KVCache) -> KVCache:
+        return dataclasses.replace(cache, k=layers(cache.k), v=layers(cache.v), capacity=capacity)
+
+    if cache.placement is None:
+        return grown(cache)
+    specs = cache_specs(cache)
+    longer = dataclasses.replace(specs, capacity=capacity)
+    return jax.jit(jax.shard_map(grown, mesh=cache.placement.mesh, in_specs=(specs,), out_specs=longer))(cache)

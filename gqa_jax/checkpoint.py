@@ -8,6 +8,7 @@ import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from gqa_jax import decoder, download
@@ -16,13 +17,20 @@ from gqa_jax.families import Family, family_of
 from gqa_jax.formats import Archive
 from gqa_jax.formats.gguf import open_gguf
 from gqa_jax.formats.safetensors import open_folder
-from gqa_jax.generate import Model
+from gqa_jax.request import Model
+from gqa_jax.sharding import Placement, placement_of
 from gqa_jax.tokenizer import Tokenizer, from_folder, from_gguf
 
 Progress = Callable[[str, int, int], None]
 
 
-def load(name_or_path: str | Path, *, dtype: DTypeLike | None = None, progress: Progress | None = None) -> Model:
+def load(
+    name_or_path: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | Placement | Callable[[Config], Placement] | None = None,
+    progress: Progress | None = None,
+) -> Model:
     """Returns the model that a name or a path stands for.
 
     Args:
@@ -30,6 +38,8 @@ def load(name_or_path: str | Path, *, dtype: DTypeLike | None = None, progress: 
             first use and kept), or a model of the Hugging Face Hub ("org/name", with the extra `hub`).
         dtype: what the matrices become; None keeps the widest dtype of the file, where quantised ones count as float32.
             Norms are float32 always.
+        mesh: where the weights lie: what `gqa_jax.make_mesh` returns, a mesh of one's own, or a function from the config to
+            one, such as `functools.partial(gqa_jax.make_mesh, tp=4)`. Each tensor goes straight to its devices.
         progress: is told (what, done, total) while fetching and loading.
 
     Raises:
@@ -40,7 +50,8 @@ def load(name_or_path: str | Path, *, dtype: DTypeLike | None = None, progress: 
     archive = open_archive(path)
     family = family_of(archive)
     config = family.config(archive)
-    params = load_params(archive, family, config, dtype, progress)
+    placement = placement_of(mesh if mesh is None or isinstance(mesh, Mesh | Placement) else mesh(config))
+    params = load_params(archive, family, config, dtype, placement, progress)
     return Model(config, params, _tokenizer(path, archive))
 
 
@@ -98,9 +109,14 @@ def _tokenizer(path: Path, archive: Archive) -> Tokenizer | None:
 
 
 def load_params(
-    archive: Archive, family: Family, config: Config, dtype: DTypeLike | None = None, progress: Progress | None = None
+    archive: Archive,
+    family: Family,
+    config: Config,
+    dtype: DTypeLike | None = None,
+    placement: Placement | None = None,
+    progress: Progress | None = None,
 ) -> decoder.Params:
-    """Returns the weights, in the decoder's names and axes.
+    """Returns the weights, in the decoder's names and axes, one by one brought to where they lie.
 
     Raises:
         ValueError: a tensor missing, left over or misshapen, or a dtype that is not floating point.
@@ -110,12 +126,15 @@ def load_params(
     kept = stored_dtype(archive, family, config)
     wanted, tree = jax.tree_util.tree_flatten_with_path(decoder.param_shapes(config, kept if dtype is None else dtype))
     leaves = []
-    for done, (path, leaf) in enumerate(wanted):
+    letters = jax.tree.leaves(decoder.param_axes(config))
+    for done, ((path, leaf), axes) in enumerate(zip(wanted, letters, strict=True)):
         array = _to_our_axes(archive, family, config, path, leaf.shape)
-        leaves.append(jnp.asarray(array, leaf.dtype))
+        leaves.append(
+            jnp.asarray(array, leaf.dtype) if placement is None else placement.put(np.asarray(array, leaf.dtype), axes)
+        )
         if progress is not None:
             progress("loading weights", done + 1, len(wanted))
-    return tree.unflatten(leaves)
+    return decoder.with_placement(tree.unflatten(leaves), placement)
 
 
 def stored_dtype(archive: Archive, family: Family, config: Config) -> jnp.dtype:

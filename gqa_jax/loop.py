@@ -11,9 +11,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
-from gqa_jax import cache as kv
 from gqa_jax import decoder
 from gqa_jax.cache import KVCache
 from gqa_jax.config import Config
@@ -61,8 +60,7 @@ def extend(
 ) -> tuple[Float[Array, "B V"], KVCache | Transcript]:
     """Adds the first `count` of T tokens to each row; returns the logits of what follows, and the memory.
 
-    A row that gains nothing keeps its `logits`. Tokens behind `count` leave junk behind a row's end, which nobody reads and
-    later tokens overwrite.
+    A row that gains nothing keeps its `logits`. Tokens behind `count` are not kept.
     """
     if isinstance(memory, Transcript):
         put = jax.vmap(partial(lax.dynamic_update_slice_in_dim, axis=0))
@@ -70,9 +68,8 @@ def extend(
         x, _ = decoder.hidden_states(params, longer.ids, None, config)
         last = longer.length - 1
     else:
-        x, longer = decoder.hidden_states(params, tokens, memory, config)
+        x, longer = decoder.hidden_states(params, tokens, memory, config, count)
         assert longer is not None
-        longer = kv.rewind(longer, memory.length + count)
         last = count - 1
     x = jnp.take_along_axis(x, jnp.maximum(last, 0)[:, None, None], axis=1)
     following = decoder.logits(params, x, config)[:, 0]
@@ -83,20 +80,21 @@ def extend(
 def decode(
     params: decoder.Params,
     how: Sampling,
-    keys: Array,
+    seed: UInt[Array, ""],
     stop: Int[Array, " stops"],
     until: Int[Array, ""],
     state: State,
     config: Config,
 ) -> State:
     """Draws and feeds back one token a row and step, until step `until` or every row has stopped."""
+    rows = jnp.arange(state.drawn.shape[0], dtype=jnp.uint32)
+    keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(rows)
 
     def step(state: State) -> State:
         logits = state.logits if state.seen is None else penalise(state.logits, state.seen, how)
         tokens = sample(logits, jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(state.step, keys.shape)), how)
         going = ~state.stopped
         count = going.astype(jnp.int32)
-        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         following, memory = extend(params, tokens[:, None], count, state.logits, state.memory, config)
         return State(
             memory=memory,

@@ -500,10 +500,10 @@ def seen_of_filled(k, positions, filled, window):
     return oracles.seen(positions, np.where(slots < filled[:, None], slots, -1), window)
 
 
-def oracle_of_filled(q, k, v, positions, filled, softcap=None):
+def oracle_of_filled(q, k, v, positions, filled, softcap=None, window=None, gone=0):
     rows, K, G, new, _ = q.shape
     by_head = q.transpose(0, 3, 1, 2, 4).reshape(rows, new, K * G, -1)
-    mask = seen_of_filled(k, positions, filled, None)[:, None]
+    mask = (seen_of_filled(k, positions, filled, window) & (np.arange(k.shape[2]) >= gone))[:, None]
     out, lse = oracles.attention(by_head, k.swapaxes(1, 2), v.swapaxes(1, 2), mask, scale=0.3, softcap=softcap)
     return out.reshape(rows, new, K, G, -1).transpose(0, 2, 3, 1, 4), lse.reshape(rows, new, K, G).transpose(0, 2, 3, 1)
 
@@ -607,11 +607,14 @@ def test_an_empty_cache_gives_zero_everywhere(jitted):
     assert np.isneginf(part.lse).all()
 
 
-def test_more_filled_than_there_is_room_for_reads_what_there_is():
+@pytest.mark.parametrize("window", [None, 100])
+def test_more_filled_than_there_are_slots_is_a_ring_of_the_last_ones(window):
     q, k, v, positions, filled = filled_rows(3, 2, 515, 3)
     late = (positions + np.int32(40), np.full_like(filled, 555))
-    got = read_filled(q, k, v, *late, Reading(0.3))
-    close(got.out, oracle_of_filled(q, k, v, *late)[0])
+    got = read_filled(q, k, v, *late, Reading(0.3, window))
+    # Slot s holds position s, or 515 + s where the row has come round to it again; the oracle sees them in a line.
+    line = (np.concatenate([np.zeros_like(x[:, :, :40]), x[:, :, 40:], x[:, :, :40]], axis=2) for x in (k, v))
+    close(got.out, oracle_of_filled(q, *line, *late, window=window, gone=40)[0])
 
 
 @pytest.mark.parametrize(

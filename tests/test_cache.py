@@ -1,6 +1,7 @@
 """The cache: what is written stays where it belongs, whatever the rows' lengths, the dtype, the loop and the room left."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,9 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 jitted = pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 
+
+# Every token stays, whatever the windows.
+empty_cache = functools.partial(init_cache, rings=False)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -66,7 +70,7 @@ def held(cache: KVCache, row: int = 0) -> list[float]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_new_cache_is_empty_and_has_a_buffer_for_each_layer(dtype):
-    cache = init_cache(CONFIG, 3, 7, dtype)
+    cache = empty_cache(CONFIG, 3, 7, dtype)
     leaves = (*cache.k, *cache.v)
     assert {(x.shape, x.dtype.name) for x in leaves} == {((3, K, 7, H), dtype)}
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == 2 * CONFIG.num_layers
@@ -79,7 +83,7 @@ def test_a_new_cache_is_empty_and_has_a_buffer_for_each_layer(dtype):
 
 def test_a_token_of_smollm2_takes_23040_bytes():
     sizes = {"num_layers": 30, "model_dim": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
-    assert init_cache(dataclasses.replace(CONFIG, **sizes), 1, 1, jnp.bfloat16).nbytes == 23040
+    assert empty_cache(dataclasses.replace(CONFIG, **sizes), 1, 1, jnp.bfloat16).nbytes == 23040
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_a_token_of_smollm2_takes_23040_bytes():
 )
 def test_caches_that_hold_nothing_or_the_wrong_thing_are_refused(batch, capacity, dtype, words):
     with pytest.raises(ValueError, match=words):
-        init_cache(CONFIG, batch, capacity, dtype)
+        empty_cache(CONFIG, batch, capacity, dtype)
 
 
 # Writing
@@ -106,7 +110,7 @@ def test_caches_that_hold_nothing_or_the_wrong_thing_are_refused(batch, capacity
 def test_each_row_is_written_behind_its_own_length(count, capacity, dtype, jitted):
     old, new = new_tokens(3, capacity, seed=2), new_tokens(3, count)
     rounded = [x.astype(getattr(ml_dtypes, dtype, dtype)) for x in (old, new)]
-    cache = init_cache(CONFIG, 3, capacity, dtype)
+    cache = empty_cache(CONFIG, 3, capacity, dtype)
     cache = dataclasses.replace(cache, k=(jnp.asarray(rounded[0]),) * 2, v=(jnp.asarray(-rounded[0]),) * 2)
     lengths = (0, 2, capacity - count)
     put = jax.jit(write, static_argnums=1) if jitted else write
@@ -124,7 +128,7 @@ def test_each_row_is_written_behind_its_own_length(count, capacity, dtype, jitte
 
 @jitted
 def test_a_cache_of_one_slot_takes_one_token(jitted):
-    cache = (jax.jit(append) if jitted else append)(init_cache(CONFIG, 1, 1), counting(1, 7))
+    cache = (jax.jit(append) if jitted else append)(empty_cache(CONFIG, 1, 1), counting(1, 7))
     assert held(cache) == [7.0]
     assert not cache.overflowed.any()
 
@@ -132,7 +136,7 @@ def test_a_cache_of_one_slot_takes_one_token(jitted):
 @jitted
 @pytest.mark.parametrize("chunks", [(4,), (2, 2), (1, 1, 1, 1), (3, 1)])
 def test_exactly_full_is_not_overflowed(chunks, jitted):
-    cache, put, first = init_cache(CONFIG, 2, 4), jax.jit(append) if jitted else append, 1
+    cache, put, first = empty_cache(CONFIG, 2, 4), jax.jit(append) if jitted else append, 1
     for count in chunks:
         cache, first = put(cache, counting(2, first, count)), first + count
     assert held(cache, 0) == held(cache, 1) == [1.0, 2.0, 3.0, 4.0]
@@ -142,7 +146,7 @@ def test_exactly_full_is_not_overflowed(chunks, jitted):
 
 @pytest.mark.parametrize(("held", "count"), [(4, 1), (2, 3), (0, 6), (3, 2)])
 def test_a_token_too_many_is_refused_with_both_numbers(held, count):
-    cache = with_length(init_cache(CONFIG, 2, 4), held, 0)
+    cache = with_length(empty_cache(CONFIG, 2, 4), held, 0)
     words = rf"{count} new tokens do not fit: .* holds {held} of its 4 slots.*gqa_jax\.grow"
     with pytest.raises(ValueError, match=words):
         write(cache, 0, counting(2, 1, count), counting(2, 1, count))
@@ -154,7 +158,7 @@ def test_a_token_too_many_is_refused_with_both_numbers(held, count):
 
 
 def test_the_sixth_token_in_four_slots_is_dropped_under_jit():
-    cache, put = init_cache(CONFIG, 1, 4), jax.jit(append)
+    cache, put = empty_cache(CONFIG, 1, 4), jax.jit(append)
     for token in range(1, 7):
         cache = put(cache, counting(1, token))
         assert cache.overflowed.tolist() == [token > 4]
@@ -163,7 +167,7 @@ def test_the_sixth_token_in_four_slots_is_dropped_under_jit():
 
 def test_a_chunk_does_not_slide_back_over_what_a_row_holds_under_jit():
     put = jax.jit(append)
-    cache = put(init_cache(CONFIG, 3, 4), counting(3, 1, 2))
+    cache = put(empty_cache(CONFIG, 3, 4), counting(3, 1, 2))
     cache = put(with_length(cache, 2, 1, 0), counting(3, 7, 3))
     assert held(cache, 0)[:2] == [1.0, 2.0]
     assert held(cache, 1) == [1.0, 7.0, 8.0, 9.0]
@@ -173,14 +177,14 @@ def test_a_chunk_does_not_slide_back_over_what_a_row_holds_under_jit():
 
 def test_a_chunk_longer_than_the_cache_is_refused_even_under_jit():
     with pytest.raises(ValueError, match=r"6 new tokens do not fit: .* 4 slots"):
-        jax.jit(append)(init_cache(CONFIG, 1, 4), counting(1, 1, 6))
+        jax.jit(append)(empty_cache(CONFIG, 1, 4), counting(1, 1, 6))
 
 
 def test_the_flag_of_an_overflowed_row_survives_a_loop():
     def body(step, cache):
         return append(cache, jnp.broadcast_to((step + 1).astype(jnp.float32), (2, K, 1, H)))
 
-    cache = jax.jit(lambda cache: jax.lax.fori_loop(0, 3, body, cache))(with_length(init_cache(CONFIG, 2, 4), 2, 0))
+    cache = jax.jit(lambda cache: jax.lax.fori_loop(0, 3, body, cache))(with_length(empty_cache(CONFIG, 2, 4), 2, 0))
     assert held(cache, 0) == [0.0, 0.0, 1.0, 2.0]
     assert held(cache, 1) == [1.0, 2.0, 3.0, 0.0]
     assert cache.overflowed.tolist() == [True, False]
@@ -199,14 +203,14 @@ def test_the_flag_of_an_overflowed_row_survives_a_loop():
 def test_keys_and_values_of_another_shape_are_refused(unchecked, shape, words, which):
     good, bad = jnp.zeros((3, K, 5, H)), jnp.zeros(shape)
     with pytest.raises(ValueError, match=f"{which} has shape {words}"):
-        write(init_cache(CONFIG, 3, 7), 1, *((bad, good) if which == "k" else (good, bad)))
+        write(empty_cache(CONFIG, 3, 7), 1, *((bad, good) if which == "k" else (good, bad)))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool"])
 def test_numbers_that_are_not_floating_point_are_refused(unchecked, dtype):
     good, bad = jnp.zeros((3, K, 5, H)), jnp.zeros((3, K, 5, H), dtype)
     with pytest.raises(TypeError, match=f"v has dtype {dtype}.*kept as bfloat16"):
-        write(init_cache(CONFIG, 3, 7, jnp.bfloat16), 0, good, bad)
+        write(empty_cache(CONFIG, 3, 7, jnp.bfloat16), 0, good, bad)
 
 
 # Forgetting and growing
@@ -219,7 +223,7 @@ def test_numbers_that_are_not_floating_point_are_refused(unchecked, dtype):
     ids=["shorter", "longer changes nothing", "below nothing is nothing"],
 )
 def test_rewinding_forgets_the_end_of_each_row(to, want, jitted):
-    cache = with_length(append(init_cache(CONFIG, 3, 7), counting(3, 1, 5)), 5, 4, 2)
+    cache = with_length(append(empty_cache(CONFIG, 3, 7), counting(3, 1, 5)), 5, 4, 2)
     got = (jax.jit(rewind) if jitted else rewind)(cache, jnp.array(to))
     assert got.length.tolist() == want
     assert got.length.dtype == jnp.int32
@@ -227,7 +231,7 @@ def test_rewinding_forgets_the_end_of_each_row(to, want, jitted):
 
 
 def test_what_is_written_after_rewinding_takes_the_place_of_what_was_forgotten():
-    cache = append(init_cache(CONFIG, 2, 7), counting(2, 1, 5))
+    cache = append(empty_cache(CONFIG, 2, 7), counting(2, 1, 5))
     cache = append(rewind(cache, jnp.array([2, 4])), counting(2, 8, 2))
     assert held(cache, 0) == [1.0, 2.0, 8.0, 9.0, 5.0, 0.0, 0.0]
     assert held(cache, 1) == [1.0, 2.0, 3.0, 4.0, 8.0, 9.0, 0.0]
@@ -237,7 +241,7 @@ def test_what_is_written_after_rewinding_takes_the_place_of_what_was_forgotten()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capacity", [5, 6, 530])
 def test_growing_keeps_what_is_held_and_makes_room(capacity, dtype):
-    cache = append(init_cache(CONFIG, 2, 5, dtype), counting(2, 1, 5))
+    cache = append(empty_cache(CONFIG, 2, 5, dtype), counting(2, 1, 5))
     grown = grow(cache, capacity)
     assert grown.capacity == capacity
     assert {x.dtype.name for x in (*grown.k, *grown.v)} == {dtype}
@@ -247,8 +251,8 @@ def test_growing_keeps_what_is_held_and_makes_room(capacity, dtype):
 
 
 def test_growing_smaller_is_refused():
-    with pytest.raises(ValueError, match="has 5 slots and cannot grow to 4"):
-        grow(init_cache(CONFIG, 2, 5), 4)
+    with pytest.raises(ValueError, match="room for 5 tokens and cannot shrink to 4"):
+        grow(empty_cache(CONFIG, 2, 5), 4)
 
 
 # Over steps
@@ -303,7 +307,7 @@ def read_prompt(tokens, cache):
 def test_the_cache_keeps_its_dtype_in_every_loop(loop, dtype, tolerance, wide):
     with jax.enable_x64(wide):
         tokens = jnp.asarray(TOKENS, "int64" if wide else "int32")
-        _, cache = read_prompt(tokens[:, :PROMPT], init_cache(CONFIG, 3, 11, dtype))
+        _, cache = read_prompt(tokens[:, :PROMPT], empty_cache(CONFIG, 3, 11, dtype))
         logits, cache = loop(tokens, cache)
     assert {x.dtype.name for x in (*cache.k, *cache.v)} == {dtype}
     assert cache.length.dtype == jnp.int32
@@ -315,7 +319,7 @@ def test_the_cache_keeps_its_dtype_in_every_loop(loop, dtype, tolerance, wide):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_narrow_cache_holds_what_a_wide_one_holds_rounded(dtype):
-    caches = [read_prompt(jnp.asarray(TOKENS[:, :PROMPT]), init_cache(CONFIG, 3, 11, kind))[1] for kind in ("float32", dtype)]
+    caches = [read_prompt(jnp.asarray(TOKENS[:, :PROMPT]), empty_cache(CONFIG, 3, 11, kind))[1] for kind in ("float32", dtype)]
     for layers in ("k", "v"):
         wide, narrow = (np.asarray(getattr(cache, layers)[0]) for cache in caches)
         np.testing.assert_array_equal(narrow, wide.astype(getattr(ml_dtypes, dtype, dtype)))
@@ -329,7 +333,7 @@ def test_a_donated_cache_is_used_up_and_the_rest_survives(batch, dtype):
         return jax.tree.map(jnp.copy, cache)
 
     step = jax.jit(lambda tokens, cache: decoder.forward(PARAMS, tokens, cache, CONFIG), donate_argnums=1)
-    tokens, cache = jnp.asarray(TOKENS[:batch]), init_cache(CONFIG, batch, 11, dtype)
+    tokens, cache = jnp.asarray(TOKENS[:batch]), empty_cache(CONFIG, batch, 11, dtype)
     pointers = sorted(x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v))
     copy = keep(cache)
     logits, filled = step(tokens, cache)
@@ -343,7 +347,7 @@ def test_a_donated_cache_is_used_up_and_the_rest_survives(batch, dtype):
 
 
 def test_an_overflowed_cache_is_refused_until_it_is_rewound(unchecked):
-    cache = init_cache(CONFIG, 1, 4)
+    cache = empty_cache(CONFIG, 1, 4)
 
     @jax.jit
     def push(cache):
@@ -361,7 +365,7 @@ def test_an_overflowed_cache_is_refused_until_it_is_rewound(unchecked):
 
 
 def test_a_layer_or_a_pair_that_is_not_there_is_refused(unchecked):
-    cache = init_cache(CONFIG, 1, 4)
+    cache = empty_cache(CONFIG, 1, 4)
     k = jnp.ones((1, *cache.k[0].shape[1:2], 2, cache.k[0].shape[3]))
     for layer in (-1, len(cache.k)):
         with pytest.raises(ValueError, match=f"layer is {layer}; the cache has {len(cache.k)}"):

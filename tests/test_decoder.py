@@ -185,7 +185,7 @@ def test_axes_of_length_one_are_kept(B, T, cached):
     assert logits.shape == (B, T, 101)
     close(logits, oracles.forward(params, tokens, PLAIN))
     if cached:
-        assert {x.shape for x in (*cache.k, *cache.v)} == {(B, 2, 7, 10)}
+        assert {x.shape for x in (*cache.k, *cache.v)} == {(B, 2, 7, 10), (B, 2, 5, 10)}
         assert cache.length.shape == (B,)
 
 
@@ -237,12 +237,17 @@ def test_chunks_longer_than_a_block_of_slots_change_nothing():
     assert not cache.overflowed.any()
 
 
-def test_rows_of_different_length_equal_each_row_alone():
+@pytest.mark.parametrize("rings", [False, True])
+def test_rows_of_different_length_equal_each_row_alone(rings):
     params, texts = weights(PLAIN), ids(3, 10)
     lengths = np.array([3, 7, 5])
     padded = np.where(np.arange(7) < lengths[:, None], texts[:, :7], 99)
-    logits, cache = forward(params, padded, init_cache(PLAIN, 3, 11), config=PLAIN)
-    cache = rewind(cache, jnp.asarray(lengths))
+    cache = init_cache(PLAIN, 3, 11, rings=rings)
+    if rings:
+        logits, cache = forward(params, padded, cache, config=PLAIN, count=lengths)
+    else:
+        logits, cache = forward(params, padded, cache, config=PLAIN)
+        cache = rewind(cache, jnp.asarray(lengths))
     assert cache.length.tolist() == lengths.tolist()
     alone = [oracles.forward(params, text[None, : length + 3], PLAIN)[0] for text, length in zip(texts, lengths, strict=True)]
     for step in range(4):
@@ -267,7 +272,7 @@ def test_what_lies_in_empty_slots_changes_no_bit(junk):
 
 def test_a_cache_used_again_for_a_shorter_text_is_as_good_as_new():
     params = weights(PLAIN)
-    _, used = in_chunks(params, ids(2, 11), init_cache(PLAIN, 2, 13), PLAIN, (11,))
+    _, used = in_chunks(params, ids(2, 11), init_cache(PLAIN, 2, 13, rings=False), PLAIN, (11,))
     shorter = ids(2, 4, seed=3)
     got, _ = in_chunks(params, shorter, rewind(used, jnp.zeros(2, jnp.int32)), PLAIN, (3, 1))
     want, _ = in_chunks(params, shorter, init_cache(PLAIN, 2, 13), PLAIN, (3, 1))
@@ -277,7 +282,7 @@ def test_a_cache_used_again_for_a_shorter_text_is_as_good_as_new():
 def test_going_on_from_a_common_beginning_equals_reading_it_again():
     params, first, second = weights(PLAIN), ids(2, 11), ids(2, 11, seed=3)
     second[:, :7] = first[:, :7]
-    _, cache = in_chunks(params, first, init_cache(PLAIN, 2, 13), PLAIN, (7, 4))
+    _, cache = in_chunks(params, first, init_cache(PLAIN, 2, 13, rings=False), PLAIN, (7, 4))
     got, _ = in_chunks(params, second[:, 7:], rewind(cache, jnp.array([7, 7])), PLAIN, (4,))
     close(got, oracles.forward(params, second, PLAIN)[:, 7:])
 
