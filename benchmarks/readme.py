@@ -1,4 +1,4 @@
-"""Writes the tables of README's performance section from the committed results: `python -m benchmarks.readme`."""
+"""Writes README's measured sections from the committed results: `python -m benchmarks.readme`."""
 
 import json
 import pathlib
@@ -8,17 +8,20 @@ import sys
 from benchmarks.timing import RESULTS
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
-MARK = "<!-- performance -->"
 
 
 def main() -> int:
-    before, _, after = README.read_text(encoding="utf-8").split(MARK)
-    README.write_text(MARK.join((before, f"\n{section()}\n", after)), encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
+    for name, section in SECTIONS.items():
+        mark = f"<!-- {name} -->"
+        before, _, after = text.split(mark)
+        text = mark.join((before, f"\n{section()}\n", after))
+    README.write_text(text, encoding="utf-8")
     return 0
 
 
-def section() -> str:
-    """Returns the tables in Markdown."""
+def performance() -> str:
+    """Returns the figures of `benchmarks.decode` in Markdown."""
     result = json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))
     medians = {name: statistics.median(seconds) for name, seconds in result["cached"]["seconds"].items()}
     ceiling, new = result["card"]["ceiling_tokens_per_second"], result["cached"]["new_tokens"]
@@ -41,6 +44,35 @@ def section() -> str:
     lines += ["", f"A token around {result['capacity']['filled']} filled slots, by the capacity of the cache: {shown}."]
     return "\n".join(lines)
 
+
+def sharding() -> str:
+    """Returns some rows of `benchmarks.sharding` in Markdown."""
+    result = json.loads((RESULTS / "sharding.json").read_text(encoding="utf-8"))
+    shape = result["shape"]
+    lines = [
+        f"Of {shape['layers']} layers of {shape['model_width']} with heads of {shape['head_width']}, one row of "
+        f"{shape['capacity']} tokens, float32, on each of 8 CPU devices; planned and found are equal in every row:",
+        "",
+        "| query, KV heads | kv x group | policy | padding | cache bytes | exchanges of a layer | sent per token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        if row["tp"] == 8 and (row["policy"] == "replicate" or row["group"] > 1):
+            exchanges = ", ".join(f"{count // shape['layers']} {kind}" for kind, count in row["found"]["exchanges"].items())
+            cells = (
+                f"{row['heads']}, {row['kv_heads']}",
+                f"{row['kv']} x {row['group']}",
+                row["policy"],
+                f"{row['padded_share']:.0%}",
+                f"{row['found']['cache_bytes']:,}",
+                exchanges,
+                f"{row['found']['wire_bytes']:,} bytes",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+SECTIONS = {"performance": performance, "sharding": sharding}
 
 if __name__ == "__main__":
     sys.exit(main())

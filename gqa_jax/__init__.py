@@ -22,6 +22,7 @@ from gqa_jax.sharding import HeadPlan, Placement, make_mesh, plan_heads
 
 if TYPE_CHECKING:
     from gqa_jax.checkpoint import load
+    from gqa_jax.export import save
 
 __all__ = [
     "Attention",
@@ -50,6 +51,7 @@ __all__ = [
     "place",
     "plan_heads",
     "rewind",
+    "save",
     "write",
 ]
 
@@ -59,9 +61,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Brings `load`, and with it the file formats, only when it is asked for."""
+    """Brings `load` and `save`, and with them the file formats, only when they are asked for."""
     if name == "load":
         from gqa_jax.checkpoint import load
 
         return load
+    if name == "save":
+        from gqa_jax.export import save
+
+        return save
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

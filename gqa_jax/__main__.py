@@ -1,4 +1,4 @@
-"""The command line: `gqa-jax generate` writes text, `gqa-jax info` says what a checkpoint is."""
+"""The command line: `gqa-jax generate` writes text, `info` says what a checkpoint is, `plan` what it needs and what fits."""
 
 import argparse
 import importlib.metadata
@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -69,12 +70,48 @@ def _parser() -> argparse.ArgumentParser:
     write.add_argument("--capacity", type=_count, metavar="N", help="room for N tokens in each row of the cache")
     write.add_argument("--cache-dtype", choices=DTYPES, help="dtype of the cache (that of the weights)")
     _add_dtype(write)
+    many = write.add_argument_group("on many devices")
+    _add_mesh(many, None, "1; with --distributed all there are")
+    many.add_argument("--distributed", action="store_true", help="join the other processes of the job; process 0 prints")
+    many.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no cluster says it")
+    many.add_argument("--num-processes", type=_count, metavar="N", help="likewise")
+    many.add_argument("--process-id", type=int, metavar="N", help="likewise, from 0 on")
+    many.add_argument(
+        "--timeout", type=_count, default=120, metavar="S", help="seconds to wait for the other processes (%(default)s)"
+    )
 
     about = commands.add_parser("info", help="say what a checkpoint is", description="Says what a checkpoint is.")
     about.set_defaults(command=_info)
     _add_model(about, "model", nargs="?", default=DEFAULT_MODEL)
     _add_dtype(about)
+
+    _add_plan(commands.add_parser("plan", help="say what fits", description="Says what a context takes and what fits."))
     return parser
+
+
+def _add_plan(what: argparse.ArgumentParser) -> None:
+    what.set_defaults(command=_plan)
+    what.add_argument("model", nargs="?", metavar="MODEL", help="as for generate; only its header is read")
+    shape = what.add_argument_group("instead of MODEL")
+    for name, help in {
+        "--layers": "layers",
+        "--heads": "query heads",
+        "--kv-heads": "KV heads",
+        "--head-dim": "width of a head",
+        "--kv-lora-rank": "of MLA, in place of --kv-heads and --head-dim (with them: for the comparison)",
+        "--rope-dim": "the rotary part of MLA's latent",
+    }.items():
+        shape.add_argument(name, type=_count, metavar="N", help=help)
+    shape.add_argument("--parameters", metavar="N", help="weights, such as 8e9 or 8B (without: the cache alone)")
+    what.add_argument("--context", metavar="N", help="tokens a row, such as 128k (131072) or 1000000 (that of MODEL)")
+    what.add_argument("--batch", type=_count, default=1, metavar="N", help="rows, of all devices together (%(default)s)")
+    _add_mesh(what, 1, "1")
+    kinds = (*DTYPES, "fp8", "int8", "int4")
+    what.add_argument("--cache-dtype", choices=kinds, help="dtype of the cache (that of the weights); scales are not counted")
+    what.add_argument("--device", metavar="NAME", help="h200, v5e, ...; a name that is not known lists all")
+    what.add_argument("--memory", metavar="SIZE", help="instead: bytes of a device, such as 80GB or 80GiB")
+    what.add_argument("--plot", metavar="FILE", help="draw bytes against context (.png, .svg, .pdf)")
+    _add_dtype(what)
 
 
 def _add_model(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
@@ -83,6 +120,19 @@ def _add_model(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
         metavar="MODEL",
         help="a GGUF file, a folder in Hugging Face layout, smollm2-135m or gemma3-270m, or org/name of the Hub (%(default)s)",
         **how,
+    )
+
+
+def _add_mesh(parser: Any, tp: int | None, said: str) -> None:
+    parser.add_argument("--tp", type=_count, default=tp, metavar="N", help=f"devices that share the weights ({said})")
+    parser.add_argument(
+        "--data", type=_count, default=1, metavar="N", help="copies of them, for parts of the batch (%(default)s)"
+    )
+    parser.add_argument(
+        "--policy",
+        choices=("replicate", "split", "reject"),
+        default="replicate",
+        help="where devices share a KV head: copy its cache, split its slots, or refuse (%(default)s)",
     )
 
 
@@ -107,11 +157,14 @@ def _generate(options: argparse.Namespace) -> None:
     import gqa_jax
     from gqa_jax.sampling import sampling
 
+    _join(options)
     jax.devices()  # Refuses a platform that is not there, before anything is fetched or loaded.
     draw = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
     sampling(1, **draw)  # Refuses wrong numbers before anything is fetched or loaded.
-    with _bars(options.json) as progress:
-        model = gqa_jax.load(options.model, dtype=options.dtype, progress=progress)
+    tp = options.tp or (len(jax.devices()) // options.data if options.distributed else 1)
+    mesh = partial(gqa_jax.make_mesh, tp=tp, data=options.data, policy=options.policy) if tp * options.data > 1 else None
+    with _bars(options.json or jax.process_index() > 0) as progress:
+        model = gqa_jax.load(options.model, dtype=options.dtype, mesh=mesh, progress=progress)
         how = draw | {
             "max_new_tokens": options.max_new_tokens,
             "seed": options.seed,
@@ -141,6 +194,28 @@ def _generate(options: argparse.Namespace) -> None:
     print(_summary(generation.stats))
 
 
+def _join(options: argparse.Namespace) -> None:
+    """Makes the devices that are asked for, of this process or of all of them; only process 0 has an output."""
+    import jax
+
+    devices = options.data * (options.tp or 1) // (options.num_processes or 1)
+    if devices > 1 and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        jax.config.update("jax_num_cpu_devices", devices)  # Counts only where the CPU is all there is.
+    named = [name for name in ("coordinator", "num_processes", "process_id") if getattr(options, name) is not None]
+    if not options.distributed:
+        if named:
+            raise ValueError(f"--{named[0].replace('_', '-')} needs --distributed.")
+        return
+    from gqa_jax import distributed
+
+    # Native libraries speak on the standard output; they shall speak on the other.
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    distributed.join(options.coordinator, options.num_processes, options.process_id, options.timeout)
+    sys.stdout = os.fdopen(output if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY), "w", errors="replace")
+
+
 def _prompt(model: Any, text: str, chat: bool) -> str:
     if not chat:
         return text
@@ -150,10 +225,11 @@ def _prompt(model: Any, text: str, chat: bool) -> str:
 
 
 def _summary(stats: Any) -> str:
+    held = f" on {stats.devices} devices, {_bytes(stats.cache_bytes_per_device)} each" if stats.devices > 1 else ""
     return (
         f"prompt {stats.prompt_tokens} tokens, {stats.prompt_tokens / stats.prompt_seconds:.1f} tokens/s · "
         f"decode {stats.new_tokens} tokens, {stats.new_tokens / stats.decode_seconds:.1f} tokens/s · "
-        f"cache {_bytes(stats.cache_bytes)} · temporary {_bytes(stats.temporary_bytes)} · "
+        f"cache {_bytes(stats.cache_bytes)}{held} · temporary {_bytes(stats.temporary_bytes)} · "
         f"compiled in {stats.compile_seconds:.1f} s"
     )
 
@@ -174,14 +250,8 @@ def _print_json(options: argparse.Namespace, generation: Any) -> None:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from gqa_jax import checkpoint, families
-
-    with _bars(options.json) as progress:
-        path = checkpoint.locate(options.model, progress)
-        archive = checkpoint.open_archive(path)
-    family = families.family_of(archive)
-    config = family.config(archive)
-    facts = _facts(config, options.dtype or checkpoint.stored_dtype(archive, family, config).name)
+    path, config, dtype = _look(options)
+    facts = _facts(config, dtype)
     if options.json:
         print(json.dumps({"model": options.model, "path": str(path), **facts}))
         return
@@ -192,15 +262,28 @@ def _info(options: argparse.Namespace) -> None:
     Console(soft_wrap=True).print(table)
 
 
+def _look(options: argparse.Namespace) -> tuple[Any, Any, str]:
+    """Returns where a model lies, its config, and the dtype that its weights will have; reads no weights."""
+    from gqa_jax import checkpoint, families
+
+    with _bars(options.json) as progress:
+        path = checkpoint.locate(options.model, progress)
+        archive = checkpoint.open_archive(path)
+    family = families.family_of(archive)
+    config = family.config(archive)
+    return path, config, options.dtype or checkpoint.stored_dtype(archive, family, config).name
+
+
 def _facts(config: Any, dtype: str) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from gqa_jax import decoder
+    from gqa_jax import cache, decoder
 
     weights = jax.tree.leaves(decoder.param_shapes(config, dtype))
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jax.numpy.dtype(dtype).itemsize
     hows = [config.layer_attention(layer) for layer in range(config.num_layers)]
+    slots = sum(cache.num_slots(config.context_length, how.window) for how in hows)
     groups = np.arange(config.num_heads).reshape(config.num_kv_heads, config.group_size)
     return {
         "kind": config.kind,
@@ -219,7 +302,7 @@ def _facts(config: Any, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "weight_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in weights),
         "cache_bytes_per_token": per_token,
-        "full_context_cache_bytes": per_token * config.context_length,
+        "full_context_cache_bytes": per_token * slots // config.num_layers,
     }
 
 
@@ -236,6 +319,64 @@ def _bytes(count: int) -> str:
             return f"{count} B" if unit == "B" else f"{decimal:.1f} {unit} ({binary:.1f} {other})"
         decimal, binary = decimal / 1000, binary / 1024
     raise AssertionError
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from gqa_jax import devices, planner
+
+    device = devices.device_of(options.device, options.memory)
+    latent, parameters, context = _check_shape(options), None, None
+    if options.parameters is not None:
+        parameters = devices.amount("number of parameters", options.parameters, devices.PARAMETERS, "8e9 or 8B")
+    if options.context is not None:
+        context = devices.amount("context", options.context, devices.TOKENS, "1000000 or 128k (k is 1024, M 1024 k)")
+    if options.model is None:
+        dtype = options.dtype or "bfloat16"
+        kv_heads, width = options.kv_heads or options.heads, options.head_dim or latent or 0
+        config = planner.heads_only(options.layers, options.heads, kv_heads, width)
+    else:
+        _, config, dtype = _look(options)
+    plan = planner.Plan(
+        config,
+        context=context or config.context_length,
+        cache_dtype=options.cache_dtype or dtype,
+        weight_dtype=dtype if options.model or parameters else None,
+        parameters=parameters,
+        latent=latent,
+        device=device,
+        **{name: getattr(options, name) for name in ("batch", "tp", "data", "policy")},
+    )
+    versions = planner.side_by_side(plan) if options.model or options.head_dim else {"MLA": plan}
+    if options.plot:
+        planner.plot(plan, versions, options.plot)
+    if options.json:
+        beside = {name: {"cache_bytes": other.cache_bytes, "cards": other.cards} for name, other in versions.items()}
+        print(json.dumps({"model": options.model, **plan.facts(), "side_by_side": beside}))
+        return
+    print(planner.report(plan, versions))
+    if options.model and plan.context > config.context_length:
+        print(f"{options.model} is made for {config.context_length:,} tokens; generate takes no more.")
+
+
+def _check_shape(options: argparse.Namespace) -> int | None:
+    """Refuses a MODEL with a shape beside it, and a shape that lacks a number; returns the latent of MLA."""
+    model, heads, mla = ("layers", "heads"), ("kv_heads", "head_dim"), ("kv_lora_rank", "rope_dim")
+
+    def flags(*names: str) -> str:
+        return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+    given = {name for name in (*model, *heads, *mla, "parameters") if getattr(options, name) is not None}
+    if options.model is not None:
+        if given:
+            raise ValueError(f"{options.model} has its own numbers; leave it out, or {flags(*sorted(given))}.")
+        return None
+    needed = (*model, *(mla if given & {*mla} else heads), *(("head_dim",) if "kv_heads" in given else ()), "context")
+    missing = [name for name in dict.fromkeys(needed) if getattr(options, name) is None]
+    if missing:
+        raise ValueError(
+            f"Missing: {flags(*missing)}. Give a MODEL, or {flags(*model, *heads)} (MLA: {flags(*model, *mla)}) and --context."
+        )
+    return options.kv_lora_rank + options.rope_dim if given & {*mla} else None
 
 
 @contextmanager

@@ -220,12 +220,13 @@ def _put_row(
     wraps: bool,
 ) -> Float[Array, "K S H"]:
     """Writes those of the positions from `length` on that this device keeps: its own `begin`-th up to its `end`-th."""
-    size, most = old.shape[1], min(-(-new.shape[1] // stride), old.shape[1])
+    size, most = old.shape[1], -(-new.shape[1] // stride)
     begin, end = held(length, first, stride), held(length + count, first, stride)
     if wraps and most > 1:
         slots = jnp.arange(size, dtype=begin.dtype)
         index, kept = slots + size * ((end - 1 - slots) // size), old
     else:
+        most = min(most, size)
         start = jnp.minimum(begin % size, size - most)
         index = begin - begin % size + start + jnp.arange(most, dtype=begin.dtype)
         kept = lax.dynamic_slice_in_dim(old, start, most, axis=1)

@@ -144,14 +144,15 @@ def stored_dtype(archive: Archive, family: Family, config: Config) -> jnp.dtype:
         ValueError: a tensor missing or left over.
     """
     wanted, _ = jax.tree_util.tree_flatten_with_path(decoder.param_shapes(config))
-    names = {_tensor_name(path, family): path[-1].key for path, _ in wanted}
+    names = {tensor_name(path, family): path[-1].key for path, _ in wanted}
     _check_names(archive, family, config, list(names))
     matrices = {archive.tensors[name].dtype for name, ours in names.items() if not ours.endswith(("norm", "bias"))}
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*(jax.dtypes.canonicalize_dtype(dtype) for dtype in matrices))
 
 
-def _tensor_name(path: Any, family: Family) -> str:
+def tensor_name(path: Any, family: Family) -> str:
+    """Returns what a family calls the weight at this place in the tree of the parameters."""
     name = family.table[path[-1].key].name
     return name.format(layer=path[1].idx) if len(path) > 1 else name
 
@@ -166,7 +167,7 @@ def _check_names(archive: Archive, family: Family, config: Config, names: list[s
 
 
 def _to_our_axes(archive: Archive, family: Family, config: Config, path: Any, shape: tuple[int, ...]) -> np.ndarray:
-    source, name = family.table[path[-1].key], _tensor_name(path, family)
+    source, name = family.table[path[-1].key], tensor_name(path, family)
     tensor = archive.tensors[name]
     sizes = decoder.axis_sizes(config) | {"two": 2, "half": config.head_dim // 2}
     letters = source.pattern.replace("(", " ").replace(")", " ").split()

@@ -12,6 +12,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -109,12 +110,14 @@ def place(params: Params, config: Config, mesh: Mesh | Placement) -> Params:
 
 def gather(params: Params, config: Config) -> Params:
     """Returns the weights as host arrays, whole and without padding; on several processes each must call it."""
+    return jax.tree.map(lambda axes, leaf: gather_one(leaf, axes, config), param_axes(config), _weights(params))
+
+
+def gather_one(leaf: Array | np.ndarray, axes: str, config: Config) -> np.ndarray:
+    """Returns one weight as `gather` does."""
     sizes = axis_sizes(config)
-
-    def take(axes, leaf):
-        return to_host(leaf)[tuple(slice(sizes[axis]) for axis in axes.split())]
-
-    return jax.tree.map(take, param_axes(config), _weights(params))
+    whole = leaf if isinstance(leaf, np.ndarray) else to_host(leaf)
+    return whole[tuple(slice(sizes[axis]) for axis in axes.split())]
 
 
 def init_params(config: Config, key: Array, dtype: DTypeLike = jnp.float32, *, mesh: Mesh | Placement | None = None) -> Params:

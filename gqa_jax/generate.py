@@ -53,6 +53,7 @@ class Stats(NamedTuple):
     decode_seconds: float
     cache_bytes: int
     cache_bytes_per_device: int
+    devices: int
     temporary_bytes: int
 
 
@@ -301,6 +302,7 @@ class _Run:
             **{f"{what}_seconds": spent for what, spent in self.seconds.items()},
             cache_bytes=0 if cache is None else cache.nbytes,
             cache_bytes_per_device=0 if cache is None else cache.nbytes_per_device,
+            devices=1 if self.placement is None else self.placement.mesh.size,
             temporary_bytes=self.temporary_bytes,
         )
         return Generation([self._text(row, ids) for row, ids in enumerate(said)], ids, reasons, cache, stats)

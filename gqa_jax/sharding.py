@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
@@ -144,7 +144,8 @@ def plan_heads(
 ) -> HeadPlan:
     """Returns the factorisation tp = kv * group with the fewest KV heads per device, then query heads, then padding.
 
-    KV heads per device are always ceil(num_kv_heads / tp), the least possible.
+    KV heads per device are always ceil(num_kv_heads / tp), the least possible. Of equals it takes the largest group, which
+    splits slots furthest.
 
     Args:
         num_heads: N, a multiple of `num_kv_heads`.
@@ -174,7 +175,7 @@ def plan_heads(
     plans = (
         HeadPlan(num_heads, num_kv_heads, kv, tp // kv, policy, bytes_per_kv_head) for kv in range(1, tp + 1) if tp % kv == 0
     )
-    return min(plans, key=lambda plan: (plan.kv_heads_per_device, plan.query_heads_per_device, plan.padded_heads, plan.group))
+    return min(plans, key=lambda plan: (plan.kv_heads_per_device, plan.query_heads_per_device, plan.padded_heads, -plan.group))
 
 
 @jax.tree_util.register_static
@@ -189,7 +190,7 @@ class Placement:
         ValueError: axes that the mesh does not have, or one that is named twice.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     data: tuple[str, ...] = ("data",)
     kv: tuple[str, ...] = ("kv",)
     group: tuple[str, ...] = ("group",)
@@ -244,7 +245,8 @@ class Placement:
         host = np.asarray(array)
         shape = tuple(self.padded(letter, size) for letter, size in zip(letters.split(), host.shape, strict=True))
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            index = tuple(slice(None) for _ in shape) if index is None else index
             piece = host[index]
             lacking = [len(range(*cut.indices(size))) - have for cut, size, have in zip(index, shape, piece.shape, strict=True)]
             return np.pad(piece, [(0, lack) for lack in lacking]) if any(lacking) else piece
@@ -335,7 +337,7 @@ def zeros(shape: Sequence[int], dtype: DTypeLike, letters: str, placement: Place
 
 def to_host(array: Array) -> np.ndarray:
     """Brings an array to the host, whole; where its parts lie on several processes, each of them must ask for it."""
-    if not (array.is_fully_addressable or array.is_fully_replicated):
+    if not (array.is_fully_addressable or array.is_fully_replicated) and isinstance(array.sharding, NamedSharding):
         array = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
     return np.asarray(array)
 

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import logging
 import operator
 import os
 import pathlib
@@ -18,7 +19,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -52,6 +53,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.g
 _ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>")
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+
+_log = logging.getLogger("gqa_jax")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -345,6 +348,48 @@ def _read_chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> st
     if isinstance(template, list):
         template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
     return template
+
+
+def to_folder(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
+    """Writes what `from_folder` and transformers make the same tokenizer from: `tokenizer.json` and what goes with it.
+
+    The space that `segment_start` puts comes out of `tokenizer.json` then, and there also behind tokens that are whole but
+    not special; a warning of the logger "gqa_jax" says so where there are any.
+    """
+    folder = pathlib.Path(path)
+    _portable(tokenizer).save(str(folder / "tokenizer.json"))
+    tokens = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": tokenizer.add_bos,
+        "add_eos_token": tokenizer.add_eos,
+        **{name: None if token is None else tokenizer.backend.id_to_token(token) for name, token in tokens.items()},
+        "chat_template": tokenizer.chat_template,
+    }
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.stop_ids) or None}
+    for name, entries in (("tokenizer_config.json", settings), ("generation_config.json", ids)):
+        held = {key: value for key, value in entries.items() if value is not None}
+        (folder / name).write_text(json.dumps(held, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _portable(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """Returns a backend that does by itself what `Tokenizer.encode` does around it."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    if tokenizer.segment_start is not None:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        if whole := [token.content for token in backend.get_added_tokens_decoder().values() if not token.special]:
+            _log.warning("The saved tokenizer puts a space behind %s, ..., where this one puts none.", whole[:3])
+
+    def added(token: int | None, wanted: bool) -> list[tuple[str, int]]:
+        name = None if token is None else backend.id_to_token(token)
+        return [(name, token)] if wanted and token is not None and name is not None else []
+
+    before, after = added(tokenizer.bos_id, tokenizer.add_bos), added(tokenizer.eos_id, tokenizer.add_eos)
+    if backend.encode("", add_special_tokens=True).ids != [token for _, token in before + after]:
+        single = [*(name for name, _ in before), "$A", *(name for name, _ in after)]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=before + after)
+    return backend
 
 
 @functools.lru_cache(maxsize=8)

@@ -11,7 +11,7 @@ import pytest
 import gqa_jax
 
 HOUSE = pathlib.Path(gqa_jax.__file__).parent
-ROOF = {"__init__", "__main__", "checkpoint"}
+ROOF = {"__init__", "__main__", "checkpoint", "export"}
 MAY_IMPORT = {
     "config": set(),
     "attention": set(),
@@ -23,9 +23,11 @@ MAY_IMPORT = {
     "loop": {"config", "attention", "rope", "sampling", "sharding", "cache", "decoder"},
     "request": {"config", "attention", "rope", "sampling", "sharding", "cache", "decoder", "loop"},
     "generate": {"config", "attention", "rope", "sampling", "sharding", "cache", "decoder", "loop", "request"},
-    "planner": {"config", "attention", "rope", "sharding", "cache", "decoder"},
+    "devices": set(),
+    "planner": {"config", "attention", "rope", "sharding", "cache", "decoder", "devices"},
+    "distributed": set(),
     "formats": set(),
-    "families": {"config", "formats"},
+    "families": {"config", "formats", "rope"},
     "tokenizer": set(),
     "download": set(),
 }

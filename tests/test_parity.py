@@ -3,6 +3,7 @@
 Runs only where torch and transformers are installed.
 """
 
+import functools
 import json
 import pathlib
 
@@ -139,6 +140,36 @@ def test_a_bfloat16_checkpoint_widened_to_float32_agrees_with_transformers(tmp_p
     assert_agree(ours, oracle_logits(tokens, tmp_path))
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_transformers_opens_what_is_saved(config, tmp_path):
+    save(config, tmp_path / "theirs")
+    model = gqa_jax.load(tmp_path / "theirs")
+    gqa_jax.save(model, tmp_path / "ours")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "ours").model_type == config.model_type
+    tokens = tokens_of(config)
+    theirs = oracle_logits(tokens, tmp_path / "ours")
+    np.testing.assert_array_equal(theirs, oracle_logits(tokens, tmp_path / "theirs"))
+    assert_agree(uncached_logits(gqa_jax.load(tmp_path / "ours"), tokens), theirs)
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+BY_HAND = {
+    "qwen2, windows in turn": transformers.Qwen2Config(**TINY | {"num_hidden_layers": 4}, **SLIDING),
+    "qwen3, windows in turn": transformers.Qwen3Config(**TINY | {"num_hidden_layers": 4}, **SLIDING, head_dim=16),
+    "qwen2, wide heads": transformers.Qwen2Config(**TINY, head_dim=12),
+}
+
+
+@pytest.mark.parametrize("config", BY_HAND.values(), ids=BY_HAND.keys())
+def test_transformers_opens_what_lay_on_a_mesh(config, tmp_path):
+    save(config, tmp_path / "theirs")
+    model = gqa_jax.load(tmp_path / "theirs", dtype="bfloat16", mesh=functools.partial(gqa_jax.make_mesh, tp=4))
+    gqa_jax.save(model, tmp_path / "ours")
+    tokens = tokens_of(config)
+    ours = uncached_logits(gqa_jax.load(tmp_path / "ours", dtype="float32"), tokens)
+    assert_agree(ours, oracle_logits(tokens, tmp_path / "ours"))
+
+
 OLDER_SPELLINGS = {
     "llama, linear rope": {"rope_theta": 10_000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "llama, llama3 rope": {
@@ -216,3 +247,21 @@ def test_a_real_model_continues_prompts_greedily_as_in_transformers(golden, orac
         theirs = oracle.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, do_sample=False)
         ours = gqa_jax.generate(model, [run["prompt_ids"]], max_new_tokens=64, stop=())
         assert ours.ids == [theirs[0, prompt.shape[1] :].tolist()]
+
+
+def test_transformers_opens_smollm2_that_is_saved_and_writes_the_same_text(smollm2, tmp_path):
+    gqa_jax.save(smollm2, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Once upon a time", "  def f(x):\n\treturn 你好 😀<|im_end|>"):
+        assert tokenizer(text).input_ids == smollm2.tokenizer.encode(text)
+    messages = [{"role": "user", "content": "Hello"}]
+    said = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert said == smollm2.tokenizer.chat(messages)
+    assert theirs.generation_config.eos_token_id == list(smollm2.tokenizer.stop_ids)
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    with torch.no_grad():
+        logits = theirs.eval()(**inputs, use_cache=False).logits.numpy()
+        text = tokenizer.decode(theirs.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :])
+    np.testing.assert_allclose(uncached_logits(smollm2, inputs.input_ids.numpy().astype(np.int32)), logits, rtol=0, atol=2e-3)
+    assert gqa_jax.generate(smollm2, "The capital of France is", max_new_tokens=8).text == [text]

@@ -1,14 +1,20 @@
-"""Model families: from what a checkpoint says of itself to a `Config` and the table of its weight names.
+"""Model families: from what a checkpoint says of itself to a `Config` and the table of its weight names, and back.
 
 A family is two tables over the one decoder. A table maps each of our weights to the tensor of the file that holds it and to
-the einops pattern that brings it into our axes.
+the einops pattern that brings it into our axes; saving reads the same table backwards.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gqa_jax.config import Attention, Config, LinearScaling, Llama3Scaling, Rope
+import numpy as np
+
+from gqa_jax.config import Attention, Config, DivisorScaling, LinearScaling, Llama3Scaling, Rope
 from gqa_jax.formats import Archive
+from gqa_jax.rope import frequencies
 
 # Far above any model; a damaged number must not make lists until memory ends.
 MOST_LAYERS = 10_000
@@ -50,6 +56,60 @@ def family_of(archive: Archive) -> Family:
     if kind not in known:
         raise ValueError(f"{archive.where} is of the family {kind!r}; known are {', '.join(sorted(known))}.")
     return known[kind]
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+    """Returns what config.json says of a config: what `Family.config` reads, the other way round.
+
+    Raises:
+        ValueError: no model type of Hugging Face says all of it; the fields that the nearest one leaves out are named.
+    """
+    from gqa_jax.families import gemma, llama
+
+    config = spelt_out(config)
+    said = (gemma if config.post_norms else llama).to_hf(config)
+    archive = Archive("config.json", said, {})
+    found = spelt_out(family_of(archive).config(archive))
+    if lost := list(_differences("", config, found)):
+        raise ValueError(
+            f"No model type of Hugging Face says all of this config. As the nearest, {said['model_type']}, "
+            f"{'; '.join(lost[:3])}{'; ...' if lost[3:] else ''}."
+        )
+    return said
+
+
+def spelt_out(config: Config) -> Config:
+    """Returns the same model with one attention record for each layer, each with its scale, and Llama 3's own scaling."""
+
+    def spelt(attention: Attention) -> Attention:
+        scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
+        return dataclasses.replace(attention, rope=_as_llama3(attention.rope, config.head_dim), scale=scale)
+
+    layers = (config.layer_attention(layer) for layer in range(config.num_layers))
+    return dataclasses.replace(config, attention=tuple(spelt(attention) for attention in layers))
+
+
+def _as_llama3(rope: Rope | None, head_dim: int) -> Rope | None:
+    """Finds the scaling that GGUF files of Llama 3 write as divisors: all of its models have these numbers, save the factor."""
+    if rope is None or not isinstance(rope.scaling, DivisorScaling):
+        return rope
+    own = Llama3Scaling(max(rope.scaling.divisors), low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    guess = dataclasses.replace(rope, scaling=own)
+    same = np.allclose(frequencies(guess, head_dim), frequencies(rope, head_dim), rtol=1e-6, atol=0)
+    return guess if same else rope
+
+
+def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
+    if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
+        for field in dataclasses.fields(ours):
+            path = f"{name}.{field.name}".removeprefix(".")
+            yield from _differences(path, getattr(ours, field.name), getattr(theirs, field.name))
+    elif isinstance(ours, tuple) and len(ours) == len(theirs):
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(f"{name}[{index}]", *pair)
+    # The last bit of a root, as in a scale, is the machine's own.
+    elif ours != theirs and not (isinstance(ours, float) and theirs is not None and math.isclose(ours, theirs, rel_tol=1e-12)):
+        yield f"{name}, {reprlib.repr(ours)}, would become {reprlib.repr(theirs)}"
 
 
 def need(metadata: Mapping[str, Any], key: str, archive: Archive) -> Any:
@@ -118,6 +178,25 @@ def rope_of(fields: Mapping[str, Any], archive: Archive, base: float = 10_000.0)
     if fields:
         raise ValueError(f"{archive.where} has rotary fields that {kind!r} does not read: {', '.join(sorted(fields))}.")
     return Rope(base, scaling)
+
+
+def rope_to_hf(rope: Rope | None) -> dict[str, Any]:
+    """Says rotary parameters in the words that transformers 4 and 5 both read."""
+    rope = rope or Rope()
+    match rope.scaling:
+        case LinearScaling(factor):
+            scaling = {"rope_type": "linear", "factor": float(factor)}
+        case Llama3Scaling():
+            scaling = {
+                "rope_type": "llama3",
+                "factor": float(rope.scaling.factor),
+                "low_freq_factor": float(rope.scaling.low_freq_factor),
+                "high_freq_factor": float(rope.scaling.high_freq_factor),
+                "original_max_position_embeddings": rope.scaling.original_context,
+            }
+        case _:
+            scaling = None
+    return {"rope_theta": float(rope.base), "rope_scaling": scaling}
 
 
 def gguf_rope(metadata: Mapping[str, Any], kind: str, archive: Archive, head_dim: int) -> Rope:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gqa_jax.config import Attention, Config, Rope
-from gqa_jax.families import Family, Source, gguf_rope, need, num_layers, per_layer, refuse, rope_of
-from gqa_jax.families.llama import BLOCK, GGUF_TABLE, HF_LAYER, HF_TABLE, gguf_sizes
+from gqa_jax.families import Family, Source, gguf_rope, need, num_layers, per_layer, refuse, rope_of, rope_to_hf
+from gqa_jax.families.llama import BLOCK, GGUF_TABLE, HF_LAYER, HF_TABLE, gguf_sizes, hf_sizes, layer_type
 from gqa_jax.formats import Archive
 
 # What the architecture takes where a file is silent, as most GGUF files are about the last two.
@@ -66,6 +66,27 @@ def _hf_ropes(said: Mapping[str, Any], archive: Archive) -> tuple[Rope, Rope]:
     if newer:
         raise ValueError(f"{archive.where} has rope_parameters for neither kind of layer: {', '.join(sorted(newer))}.")
     return rope_of(everywhere, archive, GLOBAL_BASE), rope_of(local, archive, LOCAL_BASE)
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+    """Says a config as Gemma 3 does; what that cannot say is left out."""
+    # Where a kind of layer is missing, nothing reads what stands for it.
+    local = next((attention for attention in config.attention if attention.window is not None), Attention(Rope(LOCAL_BASE), 1))
+    everywhere = next((attention for attention in config.attention if attention.window is None), Attention(Rope(GLOBAL_BASE)))
+    return {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        **hf_sizes(config),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": config.qkv_bias and config.out_bias,
+        # transformers takes whole numbers only.
+        "query_pre_attn_scalar": round((config.attention[0].scale or config.head_dim**-0.5) ** -2) or 1,
+        "sliding_window": local.window,
+        "layer_types": [layer_type(attention) for attention in config.attention],
+        **rope_to_hf(everywhere.rope),
+        "rope_local_base_freq": rope_to_hf(local.rope)["rope_theta"],
+        "final_logit_softcapping": None if config.logit_softcap is None else float(config.logit_softcap),
+    }
 
 
 def gguf_config(archive: Archive) -> Config:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gqa_jax.config import Attention, Config, DivisorScaling, Rope
-from gqa_jax.families import Family, Source, gguf_rope, need, num_layers, per_layer, refuse, rope_of
+from gqa_jax.families import Family, Source, gguf_rope, need, num_layers, per_layer, refuse, rope_of, rope_to_hf
 from gqa_jax.formats import Archive
 
 HF_LAYER = "model.layers.{layer}."
@@ -110,6 +110,46 @@ def _windows(said: Mapping[str, Any], kind: str, layers: int, rope: Rope, archiv
     kinds = said.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     known = {"full_attention": Attention(rope), "sliding_attention": Attention(rope, window)}
     return per_layer(kinds, known, layers, archive)
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+    """Says a config as the nearest of Llama, Mistral, Qwen2 and Qwen3 does; what that one cannot say is left out."""
+    said = hf_sizes(config) | {"hidden_act": "silu"} | rope_to_hf(config.attention[0].rope)
+    windows = [attention.window for attention in config.attention]
+    window = next(filter(None, windows), None)
+    biases = {"attention_bias": config.qkv_bias and config.out_bias}
+    if not config.qk_norm and (config.out_bias or not config.qkv_bias):
+        if window is not None:
+            return {"model_type": "mistral", "architectures": ["MistralForCausalLM"]} | said | {"sliding_window": window}
+        biases["mlp_bias"] = config.mlp_bias
+        return {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | said | biases
+    slides = {"use_sliding_window": window is not None, "sliding_window": window}
+    if window is not None:
+        slides["layer_types"] = [layer_type(attention) for attention in config.attention]
+    if config.qk_norm:
+        return {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} | said | biases | slides
+    return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} | said | slides
+
+
+def hf_sizes(config: Config) -> dict[str, Any]:
+    """Says what all families of Hugging Face say in the same words."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.model_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": float(config.norm_eps),
+        "tie_word_embeddings": config.tied_head,
+    }
+
+
+def layer_type(attention: Attention) -> str:
+    """Returns what `layer_types` calls a layer."""
+    return "full_attention" if attention.window is None else "sliding_attention"
 
 
 def gguf_config(archive: Archive) -> Config:

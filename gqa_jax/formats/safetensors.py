@@ -1,6 +1,11 @@
 """Hugging Face folders: config.json, and safetensors in one file or in several with an index."""
 
+import contextlib
 import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,8 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MOST_BYTES = 5 * 10**9  # in one file, as Hugging Face cuts them
 
 
 def open_folder(path: Path) -> Archive:
@@ -83,3 +90,72 @@ def _tensors(file: Path) -> dict[str, Tensor]:
             raise ValueError(f"{file} holds {name} as {piece.get_dtype()}; known are {', '.join(DTYPES)}.")
         tensors[name] = Tensor(tuple(piece.get_shape()), DTYPES[piece.get_dtype()], partial(opened.get_tensor, name))
     return tensors
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Gives a folder to write into, beside `path`, that takes its place at the end; after an error nothing is left.
+
+    Raises:
+        ValueError: there is something already.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is there already, and is no empty folder; choose another name, or remove it first.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".save-", dir=path.parent, ignore_cleanup_errors=True) as temp:
+        inside = Path(temp, path.name)  # Made here, so that it has the rights of any new folder, and not of a secret one.
+        inside.mkdir()
+        yield inside
+        with contextlib.suppress(FileNotFoundError):
+            path.rmdir()
+        os.replace(inside, path)
+
+
+def in_files(tensors: Mapping[str, Tensor], most: int = MOST_BYTES) -> dict[str, dict[str, Tensor]]:
+    """Returns which file each tensor goes to, in the order in which they are written."""
+    # The widest first: every tensor then begins at a multiple of its own width, as readers that map the file ask for.
+    ordered = sorted(tensors.items(), key=lambda named: -named[1].dtype.itemsize)
+    files, room = [{}], most
+    for name, tensor in ordered:
+        if _size(tensor) > room and files[-1]:
+            files.append({})
+            room = most
+        files[-1][name] = tensor
+        room -= _size(tensor)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": held for i, held in enumerate(files, 1)}
+
+
+def write_files(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Writes the files, and their index where they are several."""
+    for name, tensors in files.items():
+        _write_file(folder / name, tensors)
+    if len(files) > 1:
+        size = sum(_size(tensor) for tensors in files.values() for tensor in tensors.values())
+        places = {name: file for file, tensors in files.items() for name in tensors}
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": places})
+
+
+def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes the tensors as they come; `safetensors.numpy.save_file` would have them all in memory at once."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + _size(tensor)
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            out.write(np.ascontiguousarray(tensor.read()).view(np.uint8).data)
+
+
+def _size(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes an object as transformers does."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
