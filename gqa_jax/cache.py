@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -188,6 +188,12 @@ def write(cache: KVCache, layer: int, k: Float[Array, "B K T H"], v: Float[Array
     count = jnp.full_like(cache.length, k.shape[2])
     if cache.placement is None:
         return put(cache, layer, k, v, count)
+    k, v, count = (cache.placement.moved(x, "B K T H"[: 2 * x.ndim - 1]) for x in (k, v, count))
+    return _put_on_mesh(cache, k, v, count, layer)
+
+
+@partial(jax.jit, static_argnames="layer")
+def _put_on_mesh(cache, k, v, count, layer):
     specs, new = cache_specs(cache), cache.placement.spec("B K T H")
     return jax.shard_map(
         lambda cache, k, v, count: put(cache, layer, k, v, count),
@@ -222,7 +228,14 @@ def _put_row(
     """Writes those of the positions from `length` on that this device keeps: its own `begin`-th up to its `end`-th."""
     size, most = old.shape[1], -(-new.shape[1] // stride)
     begin, end = held(length, first, stride), held(length + count, first, stride)
-    if wraps and most > 1:
+    if most == 1:
+        # One row and slot is written or dropped, and nothing is read back: a read would ask for another layout than attention
+        # does, and XLA would copy the whole cache for it on TPU. It is the scatter that a vmapped dynamic_update_slice becomes.
+        slot = jnp.where(end > begin, begin % size, size)
+        if new.shape[1] > 1:
+            new = jnp.take(new, jnp.clip(first + begin * stride - length, 0, new.shape[1] - 1)[None], axis=1)
+        return old.at[jnp.arange(old.shape[0]), slot].set(new[:, 0], mode="drop", unique_indices=True)
+    if wraps:
         slots = jnp.arange(size, dtype=begin.dtype)
         index, kept = slots + size * ((end - 1 - slots) // size), old
     else:
@@ -251,7 +264,15 @@ def is_ring(cache: KVCache, layer: int) -> bool:
 
 def advance(cache: KVCache, new_tokens: int | Int[Array, " B"]) -> KVCache:
     """Counts `new_tokens` more tokens in each row."""
-    return dataclasses.replace(cache, length=cache.length + jnp.asarray(new_tokens, jnp.int32))
+    return _with_length(cache, cache.length + jnp.asarray(new_tokens, jnp.int32))
+
+
+def _with_length(cache: KVCache, length: Int[Array, " B"]) -> KVCache:
+    # Inside `jax.shard_map`, where `forward` counts, `length` is one device's and has its place.
+    manual = any(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types)
+    if cache.placement is not None and not manual:
+        length = cache.placement.moved(length, "B")
+    return dataclasses.replace(cache, length=length)
 
 
 def rewind(cache: KVCache, length: Int[Array, " B"]) -> KVCache:
@@ -278,7 +299,7 @@ def rewind(cache: KVCache, length: Int[Array, " B"]) -> KVCache:
                 "so it cannot go back. A cache made with gqa_jax.init_cache(..., rings=False) can."
             )
         kept = jnp.where(lost, cache.capacity + 1, kept)
-    return dataclasses.replace(cache, length=kept)
+    return _with_length(cache, kept)
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:

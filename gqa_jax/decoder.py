@@ -274,6 +274,12 @@ def _check(params: Params, tokens: Array, cache: KVCache | None, config: Config)
             f"The cache has {len(cache.k)} layers and {cache.k[0].shape[0]} rows; "
             f"the config has {config.num_layers} layers and there are {tokens.shape[0]} rows of tokens."
         )
+    for layer, kept in enumerate(cache.windows):
+        own = config.layer_attention(layer).window
+        if kept is not None and (own is None or own > kept):
+            raise ValueError(
+                f"The cache keeps the last {kept} tokens in layer {layer}; the config sees {own or 'all'} of them."
+            )
     if cache.placement != placement:
         raise ValueError(
             f"The parameters lie on {placement or 'no mesh'} and the cache on {cache.placement or 'no mesh'}; make the cache "
@@ -354,7 +360,7 @@ def _attend_cached(
     old = _read(q, positions, cache.length, cache, layer, reading)
     k, v = k.astype(cache.k[layer].dtype), v.astype(cache.v[layer].dtype)
     new = attend_filled(q, k, v, positions - cache.length[:, None], count, reading)
-    return merge(old, new), kv.put(cache, layer, k, v, count)
+    return merge(old, Part(*new)), kv.put(cache, layer, k, v, count)
 
 
 def _read(
@@ -371,10 +377,12 @@ def _read(
         return attend_filled(q, cache.k[layer], cache.v[layer], positions, filled, reading)
     # The slots are split over a group: each device reads its own for all queries of the group, and each gets back, for its
     # own queries, what every device has read.
+    assert cache.placement is not None
     group = cache.placement.group
     q = jax.lax.all_gather(q, group, axis=2, tiled=True)
-    part = attend_filled(q, cache.k[layer], cache.v[layer], positions, filled, reading._replace(stride=stride), first)
-    found = jnp.concatenate([part.out, part.lse[..., None]], axis=-1)
+    reading = reading._replace(stride=stride)
+    out, lse = attend_filled(q, cache.k[layer], cache.v[layer], positions, filled, reading, first)
+    found = jnp.concatenate([out, lse[..., None]], axis=-1)
     found = found.reshape(*found.shape[:2], stride, -1, *found.shape[3:])
     found = jax.lax.all_to_all(found, group, split_axis=2, concat_axis=2)
     parts = [Part(found[:, :, i, ..., :-1], found[:, :, i, ..., -1]) for i in range(stride)]

@@ -22,6 +22,7 @@ class Device:
     usable: int
     bandwidth: int | None
     source: str
+    is_tpu: bool = False
 
 
 # A GPU's GB are taken as 10^9 bytes: the data sheets do not say, and some report more. What of a TPU's memory is usable is what
@@ -34,12 +35,16 @@ DEVICES = {
         Device("h200", 141 * GB, 141 * GB, 4800 * GB, "https://www.nvidia.com/en-us/data-center/h200/"),
         Device("b200", 180 * GB, 180 * GB, 8000 * GB, "https://www.nvidia.com/en-us/data-center/dgx-b200/, an eighth of it"),
         Device("mi300x", 192 * GB, 192 * GB, 5300 * GB, "AMD's Instinct MI300X data sheet"),
-        Device("v4", 32 * GIB, 123 * GIB // 4, 1200 * GB, "https://cloud.google.com/tpu/docs/v4; usable: XLA"),
-        Device("v5e", 16 * GIB, 63 * GIB // 4, 819 * GB, "https://cloud.google.com/tpu/docs/v5e; usable: XLA"),
-        Device("v5p", 9574 * GIB // 100, 9574 * GIB // 100, 2765 * GB, "https://cloud.google.com/tpu/docs/v5p; usable: XLA"),
-        Device("v6e", 32 * GIB, 125 * GIB // 4, 1638 * GB, "https://cloud.google.com/tpu/docs/v6e; usable: XLA"),
+        Device("v4", 32 * GIB, 123 * GIB // 4, 1200 * GB, "https://cloud.google.com/tpu/docs/v4; usable: XLA", True),
+        Device("v5e", 16 * GIB, 63 * GIB // 4, 819 * GB, "https://cloud.google.com/tpu/docs/v5e; usable: XLA", True),
+        Device(
+            "v5p", 9574 * GIB // 100, 9574 * GIB // 100, 2765 * GB, "https://cloud.google.com/tpu/docs/v5p; usable: XLA", True
+        ),
+        Device("v6e", 32 * GIB, 125 * GIB // 4, 1638 * GB, "https://cloud.google.com/tpu/docs/v6e; usable: XLA", True),
         # A chip of 192 GiB and 7380 GB/s is two devices to JAX.
-        Device("tpu7x", 96 * GIB, 379 * GIB // 4, 3690 * GB, "half of https://cloud.google.com/tpu/docs/tpu7x; usable: XLA"),
+        Device(
+            "tpu7x", 96 * GIB, 379 * GIB // 4, 3690 * GB, "half of https://cloud.google.com/tpu/docs/tpu7x; usable: XLA", True
+        ),
     )
 }
 

@@ -1,4 +1,4 @@
-"""From a model to a folder in Hugging Face layout: `load` read backwards, each tensor brought to the host one by one."""
+"""From a model to a folder in Hugging Face layout: `load` read backwards, and no more than a file of it on the host."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,8 +24,8 @@ Files = Mapping[str, Mapping[str, Tensor]]
 def save(model: Model, folder: str | Path, progress: Progress | None = None) -> None:
     """Writes a model as a folder in Hugging Face layout, which `load` and transformers open.
 
-    Weights keep their dtype, and lose the padding of a mesh; each is on the host for as long as it is written. On several
-    processes each must call it, and the first writes. The folder appears when it is whole.
+    Weights keep their dtype, and lose the padding of a mesh. They are brought to the host and written in files of up to 1 GB.
+    On several processes each must call it, and the first writes. The folder appears when it is whole.
 
     Gemma's norms are stored less one, which loses nothing of what was ever loaded; a weight outside [0.5, 2**24] that was
     trained or made otherwise is rounded to a float32 near it less one. transformers 5 itself refuses a Llama or Gemma whose

@@ -9,6 +9,7 @@
 ([5, 5], ['length', 'length'])
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
@@ -227,7 +228,11 @@ class _Run:
         return self
 
     def _call(self, what: str, step: Any, *arguments: Any) -> Any:
-        """Runs a jitted step, with compilation timed apart from it."""
+        """Runs a jitted step, with compilation timed apart from it, whatever mesh the user has set."""
+        with contextlib.nullcontext() if self.placement is None else jax.set_mesh(self.placement.mesh):
+            return self._timed(what, step, *arguments)
+
+    def _timed(self, what: str, step: Any, *arguments: Any) -> Any:
         start = time.perf_counter()
         leaves, tree = jax.tree.flatten((self.params, arguments))
         kinds = ((leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves)

@@ -144,10 +144,11 @@ def memory_for(
         if cache is not None:
             raise ValueError("use_cache=False cannot go on from a cache; leave one of the two out.")
         where = model.placement
+        kv.check_batch(batch, where)
         return Transcript(zeros((batch, capacity), jnp.int32, "B T", where), zeros((batch,), jnp.int32, "B", where))
     if cache is None:
-        dtype = model.params["embedding"].dtype if dtype is None else dtype
-        return kv.init_cache(model.config, batch, capacity, dtype, mesh=model.placement)
+        own = model.params["embedding"].dtype
+        return kv.init_cache(model.config, batch, capacity, own if dtype is None else dtype, mesh=model.placement)
     _check_cache(cache, model, dtype)
     return kv.grow(cache, capacity) if capacity > cache.capacity else cache
 
@@ -159,6 +160,11 @@ def _check_cache(cache: KVCache, model: Model, dtype: DTypeLike | None) -> None:
         raise ValueError(
             f"The cache has {have[0]} layers of {have[1]} KV heads of width {have[2]}, the model {want[0]} of {want[1]} of "
             f"width {want[2]}; make it with gqa_jax.init_cache(model.config, ...)."
+        )
+    if cache.placement != model.placement:
+        raise ValueError(
+            f"The cache lies on {cache.placement or 'no mesh'} and the model on {model.placement or 'no mesh'}; make it with "
+            "gqa_jax.init_cache(..., mesh=model.placement)."
         )
     if dtype is not None and cache.k[0].dtype != jnp.dtype(dtype):
         raise ValueError(f"The cache is {cache.k[0].dtype} and cache_dtype is {jnp.dtype(dtype)}; a cache keeps its dtype.")

@@ -118,7 +118,7 @@ class HeadPlan:
         if self.bytes_per_kv_head:
             notes.append(f"{self.bytes_per_token:,.10g} bytes of cache per token on each device")
         title = (
-            f"{self.num_heads} query heads, {self.num_kv_heads} KV heads on {self.tp} devices: "
+            f"{self.num_heads} query heads, {self.num_kv_heads} KV heads on {self.tp} device{'s' if self.tp > 1 else ''}: "
             f"kv {self.kv} x group {self.group}, {self.policy}"
         )
         return "\n".join([title, *lines, "; ".join(notes)])
@@ -191,9 +191,9 @@ class Placement:
     """
 
     mesh: Mesh | AbstractMesh
-    data: tuple[str, ...] = ("data",)
-    kv: tuple[str, ...] = ("kv",)
-    group: tuple[str, ...] = ("group",)
+    data: str | tuple[str, ...] = ("data",)
+    kv: str | tuple[str, ...] = ("kv",)
+    group: str | tuple[str, ...] = ("group",)
     split: bool = False
 
     def __post_init__(self):
@@ -209,6 +209,13 @@ class Placement:
                 "among them, each once. Say which is which by gqa_jax.Placement(mesh, data=..., kv=..., group=...); () is none."
             )
 
+    def __str__(self) -> str:
+        """Gives the axes of the mesh and their parts, for messages."""
+        kinds = sorted({kind.name for kind in self.mesh.axis_types})
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
+        roles = ", ".join(f"{part} {'/'.join(getattr(self, part)) or 'none'}" for part in ("data", "kv", "group"))
+        return f"a mesh of {sizes} ({'/'.join(kinds)}; {roles}; {'split' if self.split else 'replicate'})"
+
     @property
     def model(self) -> tuple[str, ...]:
         """The axes of tensor parallelism: kv, then group."""
@@ -217,7 +224,7 @@ class Placement:
     def axes(self, letter: str) -> tuple[str, ...]:
         """Returns the axes of the mesh that an axis of an array is cut over; none for letters that no rule names."""
         rules = {"B": self.data, "K": self.kv, "G": self.group, "F": self.model, "V": self.model}
-        return (rules | ({"S": self.group} if self.split else {})).get(letter, ())
+        return tuple((rules | ({"S": self.group} if self.split else {})).get(letter, ()))
 
     def parts(self, letter: str) -> int:
         """Returns into how many parts an axis of an array is cut."""
@@ -332,7 +339,9 @@ def placement_of(mesh: Mesh | Placement | None) -> Placement | None:
 
 def zeros(shape: Sequence[int], dtype: DTypeLike, letters: str, placement: Placement | None) -> Array:
     """Makes zeros, on a mesh each part on its own device."""
-    return jnp.zeros(shape, dtype, device=None if placement is None else placement.sharding(letters))
+    if placement is None:
+        return jnp.zeros(shape, dtype)
+    return placement.moved(jnp.zeros(shape, dtype, device=placement.sharding(letters)), letters)
 
 
 def to_host(array: Array) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gqa_jax import decoder
-from gqa_jax.cache import KVCache, advance, check_room, grow, init_cache, rewind, write
+from gqa_jax.cache import KVCache, advance, check_room, grow, init_cache, put, rewind, write
 from gqa_jax.config import Attention, Config
 from tests import oracles
 
@@ -376,3 +376,78 @@ def test_a_layer_or_a_pair_that_is_not_there_is_refused(unchecked):
         write(cache, 0, k[0], k[0])
     with pytest.raises(ValueError, match=r"length has shape \(2,\); it must be one number, or one for each of 1 rows"):
         rewind(cache, jnp.array([1, 2]))
+
+
+# Rings
+
+
+def numbered(cache: KVCache, first: int, count: int, kept: tuple[int, ...] | None = None) -> KVCache:
+    """Writes tokens whose numbers are their positions."""
+    new = counting(cache.length.shape[0], first, count)
+    kept = jnp.asarray([count] * cache.length.shape[0] if kept is None else kept, jnp.int32)
+    for layer in range(len(cache.k)):
+        cache = put(cache, layer, new, -new, kept)
+    return advance(cache, kept)
+
+
+def ring_of(window: int, capacity: int, rows: int = 1) -> KVCache:
+    return init_cache(dataclasses.replace(CONFIG, attention=(Attention(window=window),)), rows, capacity)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 11, 12])
+@pytest.mark.parametrize("chunks", [(1,) * 11, (11,), (4, 7), (2, 1, 8), (10, 1), (3, 3, 3, 2)], ids=str)
+def test_a_ring_holds_the_last_of_any_chunks(window, chunks):
+    cache, first = ring_of(window, 11), 0
+    put = jax.jit(numbered, static_argnums=(1, 2))
+    for count in chunks:
+        cache, first = put(cache, first, count), first + count
+        want = {position % window: position for position in range(max(0, first - window), first)}
+        slots = np.asarray(cache.k[0])[0, 0, :, 0]
+        assert {slot: slots[slot] for slot in want} == want
+        np.testing.assert_array_equal(cache.v[1], -np.asarray(cache.k[1]))
+    assert cache.k[0].shape[2] == min(window, 11)
+    assert not cache.overflowed.any()
+
+
+def test_what_does_not_fit_leaves_a_ring_as_it_is():
+    put = jax.jit(numbered, static_argnums=(1, 2))
+    cache = put(put(ring_of(3, 8, rows=2), 0, 5), 5, 2, (2, 0))
+    before = np.asarray(cache.k[0])
+    for count in (1, 4):
+        more = put(put(cache, 7, 1, (1, 1)), 8, count, (count, 0))
+        assert more.overflowed.tolist() == [True, False]
+        assert np.asarray(more.k[0])[0, 0, :, 0].tolist() == [6.0, 7.0, 5.0]
+        assert np.asarray(more.k[0])[1, 0, :, 0].tolist() == [3.0, 4.0, 7.0]  # its sixth token, numbered as the other's eighth
+    np.testing.assert_array_equal(cache.k[0], before)
+
+
+def test_a_row_goes_back_as_long_as_no_window_has_pushed_anything_out():
+    short = numbered(ring_of(5, 9, rows=2), 0, 5)
+    assert rewind(short, jnp.array([2, 4])).length.tolist() == [2, 4]
+    long = numbered(short, 5, 3, (3, 0))
+    with pytest.raises(ValueError, match=r"holds 8 tokens and some layers keep only the last 5.*rings=False"):
+        rewind(long, jnp.array([6, 2]))
+    assert rewind(long, jnp.array([8, 2])).length.tolist() == [8, 2]
+    lost = jax.jit(rewind)(long, jnp.array([6, 2]))
+    assert (lost.overflowed.tolist(), lost.length.tolist()) == ([True, False], [10, 2])
+    whole = numbered(empty_cache(CONFIG, 1, 9), 0, 8)
+    assert [x.shape[2] for x in whole.k] == [9, 9]
+    assert rewind(whole, jnp.array([1])).length.tolist() == [1]
+
+
+@pytest.mark.parametrize("capacity", [4, 5, 8])
+def test_a_cache_grows_into_a_ring_and_a_ring_stays_one(capacity):
+    cache = grow(numbered(ring_of(5, capacity), 0, 4), 11)
+    assert {x.shape[2] for x in (*cache.k, *cache.v)} == {5}
+    cache = numbered(cache, 4, 7)
+    assert np.asarray(cache.k[0])[0, 0, :, 0].tolist() == [10.0, 6.0, 7.0, 8.0, 9.0]
+    assert not cache.overflowed.any()
+
+
+def test_the_windows_of_gemma_3_270m_take_14155776_bytes():
+    """A31; all slots would be 37748736."""
+    local, whole = Attention(window=512), Attention()
+    sizes = {"num_layers": 18, "model_dim": 640, "num_heads": 4, "num_kv_heads": 1, "head_dim": 256}
+    config = dataclasses.replace(CONFIG, **sizes, attention=(local,) * 5 + (whole,))
+    assert init_cache(config, 1, 2048, jnp.bfloat16).nbytes == 14_155_776
+    assert init_cache(config, 1, 2048, jnp.bfloat16, rings=False).nbytes == 37_748_736

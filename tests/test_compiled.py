@@ -3,9 +3,11 @@
 Only shapes go in; no array of the model's size exists. The test needs to see that it can fail, so bad loops are checked too.
 """
 
+import dataclasses
 import math
 import re
 import sys
+from collections import Counter
 from functools import cache, partial
 
 import jax
@@ -15,8 +17,9 @@ import pytest
 from gqa_jax import decoder, loop
 from gqa_jax.attention import attend, attend_filled
 from gqa_jax.cache import KVCache, init_cache
-from gqa_jax.config import Config
+from gqa_jax.config import Attention, Config
 from gqa_jax.sampling import sampling
+from gqa_jax.sharding import Placement, make_mesh
 
 SMOLLM2 = Config(
     vocab_size=49_152,
@@ -44,8 +47,13 @@ IN_PLACE = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "fusi
 MADE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (\w+)\[([\d,]+)\]\S* ([\w-]+)\(")
 
 
+def local(leaf) -> tuple[int, ...]:
+    """The shape of what one device holds."""
+    return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+
+
 def bytes_of(tree) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(math.prod(local(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def made(program: str, least: int) -> list[str]:
@@ -62,7 +70,7 @@ def made(program: str, least: int) -> list[str]:
 def faults(compiled, memory: KVCache, carried: int, weights: int) -> list[str]:
     """What is wrong with a decode loop that carries a cache: what it makes, and what it does not write in place."""
     usage = compiled.memory_analysis()
-    found = made(compiled.as_text(), min(math.prod(memory.k[0].shape), weights))
+    found = made(compiled.as_text(), min(*(math.prod(local(k)) for k in memory.k), weights))
     if usage.alias_size_in_bytes < bytes_of(memory) or abs(usage.alias_size_in_bytes - carried) > 64:
         found.append(f"{usage.alias_size_in_bytes} of {carried} bytes are written in place")
     if usage.temp_size_in_bytes >= bytes_of(memory.k[0]) * 2:
@@ -108,6 +116,58 @@ def test_the_room_that_is_not_used_costs_no_temporary_memory(batch):
     assert long == pytest.approx(short, rel=0.05)
     if batch == 1:
         assert short < 2_000_000
+
+
+def sharded_loop(config: Config, placement: Placement, batch: int, capacity: int):
+    def shape(dims, dtype, letters):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=placement.sharding(letters))
+
+    cache = init_cache(config, batch, capacity, mesh=placement)
+    memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
+    state = loop.State(
+        memory=memory,
+        logits=shape((batch, config.vocab_size), jnp.float32, "B D"),
+        tokens=shape((batch, 64), jnp.int32, "B T"),
+        drawn=shape((batch,), jnp.int32, "B"),
+        stopped=shape((batch,), jnp.bool_, "B"),
+        seen=None,
+        step=shape((), jnp.int32, ""),
+    )
+    how = jax.tree.map(lambda x: shape(x.shape, x.dtype, "B"), sampling(batch))
+    seed, stop, until = (jax.ShapeDtypeStruct(*kind) for kind in (((), jnp.uint32), ((1,), jnp.int32), ((), jnp.int32)))
+    params = decoder.param_shapes(config, mesh=placement)
+    return loop.decode.lower(params, how, seed, stop, until, state, config=config).compile(), params, state
+
+
+EXCHANGE = re.compile(r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+
+
+def exchanges(program: str) -> tuple[Counter, int]:
+    """How often a program exchanges what, and the elements of the largest array that is exchanged."""
+    found = EXCHANGE.findall(program)
+    shapes = [
+        math.prod(map(int, filter(None, dims.split(",")))) for made, _ in found for dims in re.findall(r"\[([\d,]*)\]", made)
+    ]
+    return Counter(kind for _, kind in found), max(shapes)
+
+
+@pytest.mark.parametrize("policy", ["replicate", "split"])
+def test_on_a_mesh_nothing_as_large_as_keys_is_made_or_exchanged(policy):
+    layers = {}
+    for number in (2, 3):
+        config = dataclasses.replace(
+            SMALL, num_layers=number, num_heads=6, num_kv_heads=2, attention=(Attention(), Attention(window=1500))
+        )
+        placement = make_mesh(config, tp=4, data=2, policy=policy)
+        compiled, params, state = sharded_loop(config, placement, 4, 2048)
+        assert faults(compiled, state.memory, bytes_of(state), sys.maxsize) == []
+        usage = compiled.memory_analysis()
+        # The rest is what sampling takes, a few numbers a row.
+        assert 0 <= usage.argument_size_in_bytes - bytes_of((params, state)) < 256
+        layers[number], largest = exchanges(compiled.as_text())
+        assert largest < min(math.prod(local(k)) for k in state.memory.k) / 10
+    each = layers[3] - layers[2]
+    assert each == ({"all-reduce": 2} if policy == "replicate" else {"all-reduce": 2, "all-gather": 1, "all-to-all": 1})
 
 
 def good(q, k, v, positions, filled, reading):

@@ -259,6 +259,31 @@ def test_rows_of_different_length_equal_each_row_alone(rings):
     assert cache.length.tolist() == (lengths + 3).tolist()
 
 
+@pytest.mark.parametrize(("window", "size"), [(1, 4), (3, 4), (5, 1), (7, 17), (2, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rings_give_what_whole_caches_give_whatever_each_row_gains(window, size, dtype):
+    config = dataclasses.replace(PLAIN, attention=(Attention(window=window), Attention()))
+    params, texts, rng = weights(config), ids(3, 17), np.random.default_rng(window)
+    ring, whole = (init_cache(config, 3, 17, dtype, rings=rings) for rings in (True, False))
+    ring = dataclasses.replace(ring, k=tuple(x * jnp.nan for x in ring.k), v=tuple(x * jnp.nan for x in ring.v))
+    want = oracles.forward(params, texts, config, round_kv=lambda x: oracles.rounded(x, dtype))
+    at = np.zeros(3, int)
+    while at.min() < 17:
+        count = np.minimum(17 - at, rng.integers(0, size + 1, 3)).astype(np.int32)
+        piece = np.zeros((3, size), np.int32)
+        for row in range(3):
+            piece[row, : count[row]] = texts[row, at[row] : at[row] + count[row]]
+        (got, ring), (same, whole) = (forward(params, piece, cache, config=config, count=count) for cache in (ring, whole))
+        for row in range(3):
+            made = np.asarray(got)[row, : count[row]]
+            close(made, np.asarray(same)[row, : count[row]])
+            close(made, want[row, at[row] : at[row] + count[row]], 5e-5 if dtype == "float32" else 2e-2)
+        at += count
+    assert ring.k[0].shape == (3, 2, window, 10)
+    assert ring.length.tolist() == whole.length.tolist() == [17] * 3
+    assert not ring.overflowed.any()
+
+
 @pytest.mark.parametrize("junk", [np.nan, 1e30])
 def test_what_lies_in_empty_slots_changes_no_bit(junk):
     params, tokens = weights(NORMED), ids(2, 11)
@@ -376,6 +401,14 @@ def test_hidden_states_keep_the_dtype_of_the_weights(dtype):
         decoder.param_shapes(NORMED, dtype),
     )
     assert (shapes.shape, shapes.dtype.name) == ((2, 3, 24), dtype)
+
+
+def test_a_cache_that_keeps_less_than_the_config_sees_is_refused():
+    cache = init_cache(PLAIN, 2, 11)
+    for window, sees in ((None, "all"), (7, "7")):
+        config = dataclasses.replace(PLAIN, attention=(Attention(window=window), Attention()))
+        with pytest.raises(ValueError, match=f"keeps the last 5 tokens in layer 0; the config sees {sees}"):
+            decoder.forward(weights(config), jnp.asarray(ids(2, 3)), cache, config)
 
 
 def test_what_does_not_belong_together_is_refused(unchecked):

@@ -366,6 +366,30 @@ def test_nothing_is_left_where_saving_fails(model, error, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("index", "fails"), [(0, False), (0, True), (1, False), (1, True)])
+def test_of_several_processes_all_gather_everything_and_the_first_writes(model, index, fails, tmp_path, monkeypatch):
+    def broadcast(failed):
+        return np.array(fails) if index else failed
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    monkeypatch.setattr(export.multihost_utils, "broadcast_one_to_all", broadcast)
+    gathered = []
+    gather = decoder.gather_one
+    monkeypatch.setattr(decoder, "gather_one", lambda leaf, *rest: gathered.append(leaf.shape) or gather(leaf, *rest))
+    folder = tmp_path / "saved"
+    if fails:
+        (tmp_path / "file").touch()
+        with pytest.raises(
+            (ValueError, OSError), match="The first process could not write the folder" if index else "is there already"
+        ):
+            save(model, tmp_path / "file")
+    else:
+        save(model, folder)
+    assert gathered == [leaf.shape for leaf in jax.tree.leaves(model.params)]
+    assert folder.exists() == (index == 0 and not fails)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -18,7 +18,7 @@ PARIS = ["generate", "The capital of France is", "--max-new-tokens", "8"]
 @pytest.fixture
 def run(monkeypatch, capsys, smollm2):
     """Runs the command line on a model that is loaded once, and returns its exit code, output and errors."""
-    monkeypatch.setattr(gqa_jax, "load", lambda name, dtype=None, progress=None: smollm2, raising=False)
+    monkeypatch.setattr(gqa_jax, "load", lambda name, dtype=None, mesh=None, progress=None: smollm2, raising=False)
 
     def run(*arguments):
         try:

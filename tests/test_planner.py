@@ -168,7 +168,7 @@ def test_the_largest_context_and_batch_fit_and_one_more_does_not(config, more, n
     ):
         changed = dataclasses.replace(plan, **changes)
         assert changed.fits is fits
-        assert fits is (changed.device_weight_bytes + changed.device_cache_bytes <= DEVICES[name].usable)
+        assert fits is (changed.device_weight_bytes + changed.device_cache_bytes + changed.step_bytes <= DEVICES[name].usable)
 
 
 def test_a_v5e_holds_15_75_gib_to_the_byte():

@@ -24,7 +24,8 @@ def placed(model, mesh):
     return model._replace(params=gqa_jax.place(model.params, model.config, where))
 
 
-def test_the_python_examples_run(monkeypatch, smollm2):
+def test_the_python_examples_run(monkeypatch, tmp_path, smollm2):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gqa_jax, "load", lambda name, mesh=None: placed(smollm2, mesh), raising=False)
     examples = blocks("python")
     assert len(examples) >= 3

@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import safetensors
+from safetensors.numpy import save_file
 
 from gqa_jax.formats import Archive, Tensor
 
@@ -23,7 +24,7 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MOST_BYTES = 5 * 10**9  # in one file, as Hugging Face cuts them
+MOST_BYTES = 10**9  # in one file, whose tensors are on the host together while it is written
 
 
 def open_folder(path: Path) -> Archive:
@@ -113,10 +114,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def in_files(tensors: Mapping[str, Tensor], most: int = MOST_BYTES) -> dict[str, dict[str, Tensor]]:
     """Returns which file each tensor goes to, in the order in which they are written."""
-    # The widest first: every tensor then begins at a multiple of its own width, as readers that map the file ask for.
-    ordered = sorted(tensors.items(), key=lambda named: -named[1].dtype.itemsize)
     files, room = [{}], most
-    for name, tensor in ordered:
+    for name, tensor in tensors.items():
         if _size(tensor) > room and files[-1]:
             files.append({})
             room = most
@@ -129,27 +128,13 @@ def in_files(tensors: Mapping[str, Tensor], most: int = MOST_BYTES) -> dict[str,
 
 def write_files(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Writes the files, and their index where they are several."""
-    for name, tensors in files.items():
-        _write_file(folder / name, tensors)
+    for file, tensors in files.items():
+        arrays = {name: np.ascontiguousarray(tensor.read()) for name, tensor in tensors.items()}
+        save_file(arrays, folder / file, metadata={"format": "pt"})
     if len(files) > 1:
         size = sum(_size(tensor) for tensors in files.values() for tensor in tensors.values())
         places = {name: file for file, tensors in files.items() for name in tensors}
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": places})
-
-
-def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes the tensors as they come; `safetensors.numpy.save_file` would have them all in memory at once."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + _size(tensor)
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            out.write(np.ascontiguousarray(tensor.read()).view(np.uint8).data)
 
 
 def _size(tensor: Tensor) -> int:
