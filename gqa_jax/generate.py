@@ -229,7 +229,8 @@ class _Run:
 
     def _call(self, what: str, step: Any, *arguments: Any) -> Any:
         """Runs a jitted step, with compilation timed apart from it, whatever mesh the user has set."""
-        with contextlib.nullcontext() if self.placement is None else jax.set_mesh(self.placement.mesh):
+        mesh: Any = None if self.placement is None else self.placement.mesh
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             return self._timed(what, step, *arguments)
 
     def _timed(self, what: str, step: Any, *arguments: Any) -> Any:
