@@ -16,9 +16,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -140,23 +141,32 @@ def with_placement(cache: KVCache, placement: Placement | None) -> KVCache:
     return dataclasses.replace(on_mesh_of(cache, placement), placement=placement)
 
 
-def check_room(cache: KVCache, new_tokens: int) -> None:
+def check_room(cache: KVCache, new_tokens: int | Int[Array, " B"]) -> None:
     """Refuses `new_tokens` more tokens in each row where they do not fit; under `jit` it can refuse only the impossible.
 
     Raises:
-        ValueError: the fullest row has no room for them.
+        ValueError: a row has no room for them.
     """
-    traced = isinstance(cache.length, Tracer)
-    fullest = 0 if traced else int(cache.length.max())
+    if isinstance(new_tokens, Tracer):
+        new_tokens = 0
+    if isinstance(cache.length, Tracer):
+        fullest, needed = 0, int(np.max(new_tokens))
+    else:
+        fullest, needed = int(cache.length.max()), int((cache.length + jnp.asarray(new_tokens, jnp.int32)).max())
     if fullest > cache.capacity:
+        again = (
+            "Begin again with a larger one."
+            if any(is_ring(cache, layer) for layer in range(len(cache.k)))
+            else "Go back with gqa_jax.rewind to what the row held before, then make room with gqa_jax.grow."
+        )
         raise ValueError(
             f"A row of the cache was given {fullest} tokens for its {cache.capacity} slots inside jit, and what did not fit is "
-            "lost. Go back with gqa_jax.rewind to what the row held before, then make room with gqa_jax.grow."
+            f"lost. {again}"
         )
-    if fullest + new_tokens > cache.capacity:
+    if needed > cache.capacity:
         raise ValueError(
-            f"{new_tokens} new tokens do not fit: a row of the cache already holds {fullest} of its {cache.capacity} slots. "
-            "Make the cache with a larger capacity, or enlarge it with gqa_jax.grow(cache, capacity)."
+            f"{np.max(new_tokens)} new tokens do not fit: a row of the cache already holds {fullest} of its {cache.capacity} "
+            "slots. Make the cache with a larger capacity, or enlarge it with gqa_jax.grow(cache, capacity)."
         )
 
 
@@ -234,7 +244,7 @@ def _put_row(
         slot = jnp.where(end > begin, begin % size, size)
         if new.shape[1] > 1:
             new = jnp.take(new, jnp.clip(first + begin * stride - length, 0, new.shape[1] - 1)[None], axis=1)
-        return old.at[jnp.arange(old.shape[0]), slot].set(new[:, 0], mode="drop", unique_indices=True)
+        return old.at[jnp.arange(old.shape[0], dtype=slot.dtype), slot].set(new[:, 0], mode="drop", unique_indices=True)
     if wraps:
         slots = jnp.arange(size, dtype=begin.dtype)
         index, kept = slots + size * ((end - 1 - slots) // size), old
@@ -268,11 +278,8 @@ def advance(cache: KVCache, new_tokens: int | Int[Array, " B"]) -> KVCache:
 
 
 def _with_length(cache: KVCache, length: Int[Array, " B"]) -> KVCache:
-    # Inside `jax.shard_map`, where `forward` counts, `length` is one device's and has its place.
-    manual = any(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types)
-    if cache.placement is not None and not manual:
-        length = cache.placement.moved(length, "B")
-    return dataclasses.replace(cache, length=length)
+    where = cache.placement
+    return dataclasses.replace(cache, length=length if where is None else where.moved(length, "B"))
 
 
 def rewind(cache: KVCache, length: Int[Array, " B"]) -> KVCache:

@@ -6,6 +6,7 @@ On a mesh every device runs the code below on its own heads, its own part of the
 and what they find is summed where `Placement.total` says so: after the embedding, after each attention and after each MLP.
 """
 
+import dataclasses
 import math
 from functools import partial, reduce
 from typing import Any, overload
@@ -13,9 +14,10 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from gqa_jax import cache as kv
 from gqa_jax.attention import Part, Reading, attend, attend_filled, causal_mask, merge
@@ -156,17 +158,17 @@ def forward(
 def forward(params: Params, tokens: Array, cache: None, config: Config, count: Array | None = None) -> tuple[Array, None]: ...
 def forward(
     params: Params,
-    tokens: Int[Array, "B T"],
+    tokens: Integer[Array, "B T"],
     cache: KVCache | None,
     config: Config,
-    count: Int[Array, " B"] | None = None,
+    count: Integer[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T V"], KVCache | None]:
     """Returns the float32 logits that follow each token, and the cache with the tokens in it.
 
     With a cache the tokens continue what it holds, any number at a time, at a position of its own for each row; without one
     (None) they are whole texts, as in training. Any split of a text into chunks gives the logits of one pass. Of rows that are
-    padded on the right, `count` says how many tokens are real and kept; None is all. An id outside the vocabulary makes its
-    row NaN. Weights and a cache that lie on a mesh are used where they lie.
+    padded on the right, `count` says how many tokens the cache keeps, 0 to T; None is all. An id outside the vocabulary makes
+    its row NaN, so pad with one of it. Weights and a cache that lie on a mesh are used where they lie.
 
     Raises:
         ValueError: tokens that do not fit into the cache, or parameters or a cache that are not the config's.
@@ -177,20 +179,23 @@ def forward(
 
 def hidden_states(
     params: Params,
-    tokens: Int[Array, "B T"],
+    tokens: Integer[Array, "B T"],
     cache: KVCache | None,
     config: Config,
-    count: Int[Array, " B"] | None = None,
+    count: Integer[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Returns what the last layer leaves for each token, after the final norm; `logits` turns it into scores.
 
     Of each row the first `count` tokens are kept in the cache, all of them where None.
     """
     _check(params, tokens, cache, config)
+    if count is not None:
+        _check_count(count, tokens)
     if cache is not None:
-        kv.check_room(cache, tokens.shape[1] if count is None else 0)
-    if count is None:
-        count = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+        kv.check_room(cache, tokens.shape[1] if count is None else count)
+    # A narrower id could not be compared with the size of the vocabulary.
+    tokens, most = jnp.asarray(tokens, jnp.int32), jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    count = most if count is None else jnp.clip(jnp.asarray(count, jnp.int32), 0, most)
     placement = params.get("placement")
     if placement is None:
         return _layers(params, tokens, count, cache, config, None)
@@ -253,7 +258,7 @@ def _layers(
         x = x + (_norm(mixed, weights["attention.post_norm"], config) if config.post_norms else mixed)
         made = _mlp(_norm(x, weights["mlp.norm"], config), weights, config, placement)
         x = x + (_norm(made, weights["mlp.post_norm"], config) if config.post_norms else made)
-    return _norm(x, params["norm"], config), None if cache is None else kv.advance(cache, count)
+    return _norm(x, params["norm"], config), None if cache is None else dataclasses.replace(cache, length=cache.length + count)
 
 
 def _check(params: Params, tokens: Array, cache: KVCache | None, config: Config) -> None:
@@ -285,6 +290,16 @@ def _check(params: Params, tokens: Array, cache: KVCache | None, config: Config)
             f"The parameters lie on {placement or 'no mesh'} and the cache on {cache.placement or 'no mesh'}; make the cache "
             "with gqa_jax.init_cache(..., mesh=params['placement'])."
         )
+
+
+def _check_count(count: Array, tokens: Array) -> None:
+    rows, most = tokens.shape
+    if count.shape != (rows,) or not jnp.issubdtype(count.dtype, jnp.integer):
+        raise ValueError(
+            f"count has shape {count.shape} and dtype {count.dtype}; it must be one integer for each of {rows} rows."
+        )
+    if not isinstance(count, Tracer) and not (count.min() >= 0 and count.max() <= most):
+        raise ValueError(f"count goes from {count.min()} to {count.max()}; of {most} tokens a row keeps from 0 to {most}.")
 
 
 def _embed(

@@ -287,8 +287,8 @@ class Placement:
         """Marks the query heads of this device that are no padding; None where none is."""
         if not (config.num_kv_heads % self.parts("K") or config.group_size % self.parts("G")):
             return None
-        k = self.index("K") * kv_heads + jnp.arange(kv_heads)
-        g = self.index("G") * group_size + jnp.arange(group_size)
+        k = self.index("K") * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)
+        g = self.index("G") * group_size + jnp.arange(group_size, dtype=jnp.int32)
         return (k < config.num_kv_heads)[:, None] & (g < config.group_size)
 
 

@@ -14,6 +14,7 @@ import gqa_jax
 from gqa_jax import decoder
 from gqa_jax.cache import init_cache, rewind
 from gqa_jax.config import Attention, Config, LinearScaling, Rope
+from gqa_jax.sharding import make_mesh
 from tests import oracles
 
 PLAIN = Config(
@@ -235,6 +236,46 @@ def test_chunks_longer_than_a_block_of_slots_change_nothing():
     logits, cache = in_chunks(params, tokens, init_cache(config, 2, 1033), config, (515, 515, 1, 1, 1))
     close(logits, want)
     assert not cache.overflowed.any()
+
+
+@pytest.mark.parametrize("tp", [None, 2])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_ids_of_any_integer_dtype_mean_the_same(dtype, tp):
+    config = dataclasses.replace(PLAIN, vocab_size=300)
+    params, tokens = weights(config), np.array([[3, 44, 45, 200, 255]])
+    want = oracles.forward(params, tokens, config)
+    placed = params if tp is None else decoder.place(params, config, make_mesh(config, tp=tp))
+    logits, _ = forward(placed, tokens.astype(dtype), None, config=config)
+    close(logits, want)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        ([5, 1, 2], "count goes from 1 to 5; of 3 tokens a row keeps from 0 to 3"),
+        ([1, -1, 2], "count goes from -1 to 2"),
+        ([1, 2], r"count has shape \(2,\).*one integer for each of 3 rows"),
+        ([1.0, 2.0, 3.0], "dtype float32"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(count, words, unchecked):
+    with pytest.raises(ValueError, match=words):
+        decoder.forward(
+            weights(PLAIN),
+            ids(3, 3),
+            init_cache(PLAIN, 3, 7),
+            PLAIN,
+            np.array(count, np.int32 if isinstance(count[0], int) else np.float32),
+        )
+
+
+def test_counted_tokens_that_do_not_fit_are_refused_on_the_host():
+    params, tokens = jax.tree.map(jnp.asarray, weights(PLAIN)), jnp.asarray(ids(2, 3))
+    _, cache = decoder.forward(params, tokens, init_cache(PLAIN, 2, 4), PLAIN)
+    with pytest.raises(ValueError, match=r"2 new tokens do not fit.*already holds 3 of its 4 slots"):
+        decoder.forward(params, tokens, cache, PLAIN, jnp.array([1, 2]))
+    _, cache = decoder.forward(params, tokens, cache, PLAIN, jnp.array([1, 0]))
+    assert cache.length.tolist() == [4, 3]
 
 
 @pytest.mark.parametrize("rings", [False, True])

@@ -25,11 +25,9 @@ from gqa_jax.sharding import HeadPlan, Placement, make_mesh, plan_heads
 from tests import oracles
 
 HEADS = [(32, 8), (8, 8), (9, 3), (4, 1), (6, 2), (14, 2), (28, 4), (12, 12), (5, 5), (71, 1)]
-DEGREES = [1, 2, 3, 4, 6, 8]
+# All head counts on all numbers of devices are in `benchmarks.matrix`; these are those that pad or share most.
+MESHES = [(heads, tp) for heads in HEADS for tp in (3, 8)] + [((9, 3), 2), ((9, 3), 4), ((4, 1), 4), ((14, 2), 6), ((6, 2), 1)]
 CAPACITY = 11
-
-heads = pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "{}-{}".format(*heads))
-degrees = pytest.mark.parametrize("tp", DEGREES)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -221,8 +219,7 @@ def logits_of(config: Config) -> np.ndarray:
     return oracles.forward(weights(config), ids(2, CAPACITY), config)
 
 
-@heads
-@degrees
+@pytest.mark.parametrize(("heads", "tp"), MESHES, ids=str)
 def test_any_heads_on_any_devices_give_the_logits_of_one_device(heads, tp):
     group = plan_heads(*heads, tp).group
     # Where a device has a KV head to itself, one layer has seen all there is.
@@ -519,14 +516,12 @@ def check_real_model(model, path, tp, policy, by_generate):
     assert np.asarray(logits)[0, len(prompt) - 1 : -1].argmax(-1).tolist() == alone.ids[0]
 
 
-@pytest.mark.parametrize(
-    ("tp", "policy", "by_generate"), [(2, "replicate", False), (4, "replicate", False), (8, "split", True)]
-)
+@pytest.mark.parametrize(("tp", "policy", "by_generate"), [(4, "replicate", False), (8, "split", True)])
 def test_smollm2_says_the_same_on_more_devices(smollm2, smollm2_path, tp, policy, by_generate):
     check_real_model(smollm2, smollm2_path, tp, policy, by_generate)
 
 
-@pytest.mark.parametrize(("tp", "policy", "by_generate"), [(2, "replicate", False), (4, "split", True), (8, "split", False)])
+@pytest.mark.parametrize(("tp", "policy", "by_generate"), [(2, "replicate", False), (4, "split", True)])
 def test_gemma3_says_the_same_on_more_devices(gemma3, gemma3_path, tp, policy, by_generate):
     check_real_model(gemma3, gemma3_path, tp, policy, by_generate)
 
