@@ -10,6 +10,7 @@
 ((1, 3, 101), Array([3], dtype=int32))
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from gqa_jax.attention import causal_mask, grouped_query_attention
@@ -61,7 +62,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Brings `load` and `save`, and with them the file formats, only when they are asked for."""
+    """Brings `load` and `save`, and with them the file formats, and rooms beside the way only when they are asked for."""
     if name == "load":
         from gqa_jax.checkpoint import load
 
@@ -70,4 +71,6 @@ def __getattr__(name: str) -> Any:
         from gqa_jax.export import save
 
         return save
+    if name in ("distributed", "planner"):
+        return importlib.import_module(f"gqa_jax.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -76,9 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no cluster says it")
     many.add_argument("--num-processes", type=_count, metavar="N", help="likewise")
     many.add_argument("--process-id", type=int, metavar="N", help="likewise, from 0 on")
-    many.add_argument(
-        "--timeout", type=_count, default=120, metavar="S", help="seconds to wait for the other processes (%(default)s)"
-    )
+    many.add_argument("--timeout", type=_count, metavar="S", help="seconds to wait for the other processes (120)")
 
     about = commands.add_parser("info", help="say what a checkpoint is", description="Says what a checkpoint is.")
     about.set_defaults(command=_info)
@@ -201,7 +199,7 @@ def _join(options: argparse.Namespace) -> None:
     devices = options.data * (options.tp or 1) // (options.num_processes or 1)
     if devices > 1 and "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", devices)  # Counts only where the CPU is all there is.
-    named = [name for name in ("coordinator", "num_processes", "process_id") if getattr(options, name) is not None]
+    named = [name for name in ("coordinator", "num_processes", "process_id", "timeout") if getattr(options, name) is not None]
     if not options.distributed:
         if named:
             raise ValueError(f"--{named[0].replace('_', '-')} needs --distributed.")
@@ -212,7 +210,8 @@ def _join(options: argparse.Namespace) -> None:
     sys.stdout.flush()
     output = os.dup(1)
     os.dup2(2, 1)
-    distributed.join(options.coordinator, options.num_processes, options.process_id, options.timeout)
+    distributed.join(options.coordinator, options.num_processes, options.process_id, options.timeout or 120)
+    distributed.check_same({k: v for k, v in vars(options).items() if k not in ("process_id", "command", "timeout")})
     sys.stdout = os.fdopen(output if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY), "w", errors="replace")
 
 

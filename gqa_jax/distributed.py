@@ -7,8 +7,12 @@ each process is told.
 import os
 import sys
 import threading
+import zlib
+from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
@@ -52,11 +56,26 @@ def join(
         jax.distributed.initialize(coordinator, num_processes, process_id, initialization_timeout=timeout + 60)
     except (ValueError, RuntimeError) as error:
         raise ValueError(
-            f"The processes could not be joined ({error}). Outside SLURM, Open MPI, Kubernetes and TPU pods, say coordinator, "
-            "number of processes and process id."
+            f"The processes could not be joined ({error}). Outside SLURM, Open MPI, Kubernetes and TPU pods, say "
+            "--coordinator, --num-processes and --process-id."
         ) from error
     finally:
         late.cancel()
+
+
+def check_same(asked: dict[str, Any]) -> None:
+    """Refuses processes that do not all ask for the same: each would compute its part of something else.
+
+    Raises:
+        ValueError: it names what differs; every process raises it.
+    """
+    own = np.array([zlib.crc32(repr(value).encode()) for value in asked.values()], np.uint32)
+    differs = (multihost_utils.process_allgather(own).reshape(-1, len(own)) != own).any(axis=0)
+    # What differs from this process's need not be what differs from another's: all say the same.
+    differs = multihost_utils.process_allgather(differs).reshape(-1, len(own)).any(axis=0)
+    if differs.any():
+        names = ", ".join(name for name, other in zip(asked, differs, strict=True) if other)
+        raise ValueError(f"The processes differ in {names}; each must be given the same, but for its process id.")
 
 
 def _self(process_id: int | None) -> str:

@@ -154,17 +154,17 @@ def memory_for(
 
 
 def _check_cache(cache: KVCache, model: Model, dtype: DTypeLike | None) -> None:
+    if cache.placement != model.placement:
+        raise ValueError(
+            f"The cache lies on {cache.placement or 'no mesh'} and the model on {model.placement or 'no mesh'}; make it with "
+            "gqa_jax.init_cache(..., mesh=model.placement)."
+        )
     have = (len(cache.k), cache.k[0].shape[1], cache.k[0].shape[3])
     want = (model.config.num_layers, *kv.cache_shape(model.config, 1, 1, model.placement)[1::2])
     if have != want:
         raise ValueError(
             f"The cache has {have[0]} layers of {have[1]} KV heads of width {have[2]}, the model {want[0]} of {want[1]} of "
             f"width {want[2]}; make it with gqa_jax.init_cache(model.config, ...)."
-        )
-    if cache.placement != model.placement:
-        raise ValueError(
-            f"The cache lies on {cache.placement or 'no mesh'} and the model on {model.placement or 'no mesh'}; make it with "
-            "gqa_jax.init_cache(..., mesh=model.placement)."
         )
     if dtype is not None and cache.k[0].dtype != jnp.dtype(dtype):
         raise ValueError(f"The cache is {cache.k[0].dtype} and cache_dtype is {jnp.dtype(dtype)}; a cache keeps its dtype.")

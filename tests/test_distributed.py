@@ -132,6 +132,14 @@ def test_of_a_distributed_command_only_process_0_prints(tiny):
     assert json.loads(out)["devices"] == 2
 
 
+def test_processes_that_are_asked_for_different_things_all_refuse(tiny):
+    command = ("-m", "gqa_jax", "generate", "--model", tiny, "--distributed", "--coordinator", free_address())
+    command += ("--num-processes", "2", "--process-id")
+    for code, out, err in end([start(*command, "0", "Dear diary"), start(*command, "1", "Once", "--seed", "7")]):
+        assert (code, out) == (2, "")
+        assert "gqa-jax: The processes differ in prompts, seed; each must be given the same" in err
+
+
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_that_stays_alone_says_so_and_ends(process):
     address = free_address()

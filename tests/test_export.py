@@ -353,6 +353,8 @@ def test_an_empty_folder_and_one_whose_parent_is_missing_are_filled(model, tmp_p
         save(model, str(tmp_path / name))
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["config.json", "model.safetensors"]
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
+        modes = {path.stat().st_mode for path in (tmp_path / name).iterdir()}
+        assert len(modes) == 1, "Whoever may read one file may read the other."
 
 
 @pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])

@@ -131,6 +131,7 @@ def write_files(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None
     for file, tensors in files.items():
         arrays = {name: np.ascontiguousarray(tensor.read()) for name, tensor in tensors.items()}
         save_file(arrays, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # It makes them for their owner alone.
     if len(files) > 1:
         size = sum(_size(tensor) for tensors in files.values() for tensor in tensors.values())
         places = {name: file for file, tensors in files.items() for name in tensors}
