@@ -95,6 +95,7 @@ def end(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
     ("processes", "devices", "tp", "data", "policy", "shard"),
     [(2, 4, 8, 1, "split", [2, 1, 150, 10]), (4, 1, 2, 2, "replicate", [1, 2, 300, 10])],
 )
+@pytest.mark.slow
 def test_every_process_holds_its_part_and_finds_what_one_finds_alone(processes, devices, tp, data, policy, shard, said):
     address = free_address()
     jobs = [json.dumps([address, processes, process, devices, tp, data, policy]) for process in range(processes)]
@@ -118,6 +119,7 @@ def tiny(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_of_a_distributed_command_only_process_0_prints(tiny):
     command = ("-m", "gqa_jax", "generate", "Dear diary", "Once", "--model", tiny, "--max-new-tokens", "5", "--json")
     [(code, alone, err)] = end([start(*command)])
@@ -132,6 +134,7 @@ def test_of_a_distributed_command_only_process_0_prints(tiny):
     assert json.loads(out)["devices"] == 2
 
 
+@pytest.mark.slow
 def test_processes_that_are_asked_for_different_things_all_refuse(tiny):
     command = ("-m", "gqa_jax", "generate", "--model", tiny, "--distributed", "--coordinator", free_address())
     command += ("--num-processes", "2", "--process-id")

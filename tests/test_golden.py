@@ -16,6 +16,8 @@ import gqa_jax
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma3"])
 def name(request):

@@ -110,6 +110,7 @@ def test_planned_weight_bytes_are_those_of_real_weights(heads, kv_heads, changes
 
 @pytest.mark.parametrize(("tp", "data"), [(1, 1), (4, 2), (8, 1)])
 @pytest.mark.parametrize("policy", ["replicate", "split"])
+@pytest.mark.slow
 def test_planned_bytes_are_the_arguments_of_the_compiled_step(tp, data, policy, quick_compilation):
     config = config_of(6, 2, attention=(Attention(window=7), Attention()))
     mesh = gqa_jax.make_mesh(config, tp=tp, data=data, policy=policy)
