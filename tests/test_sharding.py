@@ -220,6 +220,7 @@ def logits_of(config: Config) -> np.ndarray:
     return oracles.forward(weights(config), ids(2, CAPACITY), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "tp"), MESHES, ids=str)
 def test_any_heads_on_any_devices_give_the_logits_of_one_device(heads, tp):
     group = plan_heads(*heads, tp).group
