@@ -36,6 +36,7 @@ def main() -> int:
     rows = []
     for heads in HEADS:
         rows += on_meshes(*heads)
+        jax.clear_caches()  # So many programs at once are more pieces of memory than a process may have.
         if not options.json:
             worst = max(row["difference"] for row in rows if row["heads"] == list(heads))
             print(f"{heads[0]:>3} query, {heads[1]:>2} KV heads: largest difference {worst:.1e}", flush=True)
