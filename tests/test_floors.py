@@ -11,7 +11,7 @@ import pytest
 import gqa_jax
 
 HOUSE = pathlib.Path(gqa_jax.__file__).parent
-ROOF = {"__init__", "__main__", "checkpoint", "export"}
+ROOF = {"__init__", "__main__", "checkpoint", "commands", "export"}
 MAY_IMPORT = {
     "config": set(),
     "attention": set(),

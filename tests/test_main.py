@@ -10,7 +10,8 @@ import sys
 import pytest
 
 import gqa_jax
-from gqa_jax.__main__ import _bytes, main
+from gqa_jax.__main__ import main
+from gqa_jax.commands.terminal import in_units
 
 PARIS = ["generate", "The capital of France is", "--max-new-tokens", "8"]
 
@@ -156,7 +157,7 @@ def test_info_of_gemma_names_its_window_layers(run, gemma3_path):
     ],
 )
 def test_bytes_are_given_in_both_units(count, text):
-    assert _bytes(count) == text
+    assert in_units(count) == text
 
 
 def test_the_module_runs_and_an_interrupt_ends_it_without_a_traceback(smollm2_path):

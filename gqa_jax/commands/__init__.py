@@ -1,0 +1,1 @@
+"""The commands of `gqa-jax`, one room each: `add` declares the arguments, `run` does the work."""
