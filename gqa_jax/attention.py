@@ -148,8 +148,12 @@ def attend(
     scale: float,
     softcap: float | None = None,
     bias: Float[Array, "#B #K #G #T #S"] | None = None,
+    kept: Float[Array, "#B #K #G #T #S"] | None = None,
 ) -> Part:
-    """Reads the keys that `mask` lets through, all of them at once: the logits take B * N * T * S float32 numbers."""
+    """Reads the keys that `mask` lets through, all of them at once: the logits take B * N * T * S float32 numbers.
+
+    `kept` multiplies the weights of the values once they sum to one, as dropout does.
+    """
     if mask is not None:
         # Junk in a slot that nobody reads must not get through as 0 * NaN, neither here nor in a gradient.
         read = mask.any(axis=(2, 3))[..., None]
@@ -167,6 +171,8 @@ def attend(
     weights = jnp.exp(logits - highest)
     total = weights.sum(axis=-1)
     some = jnp.where(total == 0, 1.0, total)
+    if kept is not None:
+        weights = weights * kept.astype(weights.dtype)
     mixed = _product("BKMS,BKSH->BKMH", _rows(weights).astype(_wider(q.dtype, v.dtype)), v).reshape(*q.shape[:4], v.shape[3])
     return Part(mixed / some[..., None], jnp.where(total == 0, -jnp.inf, highest[..., 0] + jnp.log(some)))
 

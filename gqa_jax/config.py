@@ -75,13 +75,15 @@ class Attention:
     """How the layers of one kind attend.
 
     `window` counts the token itself: 1 sees nothing else, None sees everything before. `scale` multiplies the logits
-    and is `head_dim ** -0.5` where None. `rope` None leaves positions out.
+    and is `head_dim ** -0.5` where None. `rope` None leaves positions out. With `sinks` each query head has one more logit,
+    learnt, which takes weight and brings no value (arXiv:2309.17453).
     """
 
     rope: Rope | None = Rope()
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     def __post_init__(self):
         if self.window is not None and self.window < 1:

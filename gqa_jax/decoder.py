@@ -8,7 +8,7 @@ and what they find is summed where `Placement.total` says so: after the embeddin
 
 import dataclasses
 import math
-from functools import partial, reduce
+from functools import partial
 from typing import Any, overload
 
 import jax
@@ -20,10 +20,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from gqa_jax import cache as kv
-from gqa_jax.attention import Part, Reading, attend, attend_filled, causal_mask, merge
 from gqa_jax.cache import KVCache
-from gqa_jax.config import Attention, Config
-from gqa_jax.rope import angles, rotate
+from gqa_jax.config import Config
+from gqa_jax.layer import Tokens, add_bias, attention, attention_axes, norm, place_tokens
 from gqa_jax.sharding import Placement, on_mesh_of, placement_of, to_host
 
 Params = dict[str, Any]
@@ -39,29 +38,18 @@ def param_axes(config: Config) -> Params:
     >>> param_axes(tiny)["layers"][0]["attention.q"]
     'D K G H'
     """
-    layer = {
-        "attention.norm": "D",
-        "attention.q": "D K G H",
-        "attention.k": "D K H",
-        "attention.v": "D K H",
-        "attention.o": "K G H D",
-        "mlp.norm": "D",
-        "mlp.gate": "D F",
-        "mlp.up": "D F",
-        "mlp.down": "F D",
-    }
-    if config.qkv_bias:
-        layer |= {"attention.q_bias": "K G H", "attention.k_bias": "K H", "attention.v_bias": "K H"}
-    if config.out_bias:
-        layer |= {"attention.o_bias": "D"}
-    if config.mlp_bias:
-        layer |= {"mlp.gate_bias": "F", "mlp.up_bias": "F", "mlp.down_bias": "D"}
-    if config.qk_norm:
-        layer |= {"attention.q_norm": "H", "attention.k_norm": "H"}
-    if config.post_norms:
-        layer |= {"attention.post_norm": "D", "mlp.post_norm": "D"}
     top = {"embedding": "V D", "norm": "D"} | ({} if config.tied_head else {"head": "V D"})
-    return {**top, "layers": tuple(dict(layer) for _ in range(config.num_layers))}
+    return {**top, "layers": tuple(_layer_axes(config, layer) for layer in range(config.num_layers))}
+
+
+def _layer_axes(config: Config, layer: int) -> dict[str, str]:
+    axes = {"attention.norm": "D"} | attention_axes(config, layer)
+    axes |= {"mlp.norm": "D", "mlp.gate": "D F", "mlp.up": "D F", "mlp.down": "F D"}
+    if config.mlp_bias:
+        axes |= {"mlp.gate_bias": "F", "mlp.up_bias": "F", "mlp.down_bias": "D"}
+    if config.post_norms:
+        axes |= {"attention.post_norm": "D", "mlp.post_norm": "D"}
+    return axes
 
 
 def axis_sizes(config: Config) -> dict[str, int]:
@@ -123,7 +111,7 @@ def gather_one(leaf: Array | np.ndarray, axes: str, config: Config) -> np.ndarra
 
 
 def init_params(config: Config, key: Array, dtype: DTypeLike = jnp.float32, *, mesh: Mesh | Placement | None = None) -> Params:
-    """Returns random weights: norms one, biases zero, matrices normal with variance 1 / (width of what they read).
+    """Returns random weights: norms one, biases and sinks zero, matrices normal with variance 1 / (width of what they read).
 
     On a mesh they are the same numbers, placed one by one.
     """
@@ -136,7 +124,7 @@ def init_params(config: Config, key: Array, dtype: DTypeLike = jnp.float32, *, m
         name = path[-1].key
         if name.endswith("norm"):
             return jnp.ones(leaf.shape, leaf.dtype)
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             return jnp.zeros(leaf.shape, leaf.dtype)
         read = {"attention.o": config.num_heads * config.head_dim, "mlp.down": config.mlp_dim}
         spread = math.sqrt(1 / read.get(name, config.model_dim))
@@ -152,28 +140,56 @@ def init_params(config: Config, key: Array, dtype: DTypeLike = jnp.float32, *, m
 
 @overload
 def forward(
-    params: Params, tokens: Array, cache: KVCache, config: Config, count: Array | None = None
+    params: Params,
+    tokens: Array,
+    cache: KVCache,
+    config: Config,
+    count: Array | None = None,
+    *,
+    segments: None = None,
+    remat: bool = False,
 ) -> tuple[Array, KVCache]: ...
 @overload
-def forward(params: Params, tokens: Array, cache: None, config: Config, count: Array | None = None) -> tuple[Array, None]: ...
+def forward(
+    params: Params,
+    tokens: Array,
+    cache: None,
+    config: Config,
+    count: Array | None = None,
+    *,
+    segments: Array | None = None,
+    remat: bool = False,
+) -> tuple[Array, None]: ...
 def forward(
     params: Params,
     tokens: Integer[Array, "B T"],
     cache: KVCache | None,
     config: Config,
     count: Integer[Array, " B"] | None = None,
+    *,
+    segments: Integer[Array, "B T"] | None = None,
+    remat: bool = False,
 ) -> tuple[Float[Array, "B T V"], KVCache | None]:
     """Returns the float32 logits that follow each token, and the cache with the tokens in it.
 
     With a cache the tokens continue what it holds, any number at a time, at a position of its own for each row; without one
-    (None) they are whole texts, as in training. Any split of a text into chunks gives the logits of one pass. Of rows that are
-    padded on the right, `count` says how many tokens the cache keeps, 0 to T; None is all. An id outside the vocabulary makes
-    its row NaN, so pad with one of it. Weights and a cache that lie on a mesh are used where they lie.
+    (None) they are whole texts, as in training. Any split of a text into chunks gives the logits of one pass. An id outside the
+    vocabulary makes its row NaN, so pad with one of it. Weights and a cache that lie on a mesh are used where they lie.
+
+    Args:
+        params: the weights.
+        tokens: ids.
+        cache: what the rows hold already.
+        config: the model.
+        count: of rows that are padded on the right, how many tokens the cache keeps, 0 to T; None is all.
+        segments: where several texts stand in one row, a number for each token that changes from text to text: a text sees
+            nothing of the others, and its positions begin at 0. Without a cache only.
+        remat: gradients compute each layer anew instead of keeping what is inside it (arXiv:1604.06174).
 
     Raises:
-        ValueError: tokens that do not fit into the cache, or parameters or a cache that are not the config's.
+        ValueError: tokens that do not fit into the cache, or parameters, a cache or segments that are not the config's.
     """
-    x, cache = hidden_states(params, tokens, cache, config, count)
+    x, cache = hidden_states(params, tokens, cache, config, count, segments=segments, remat=remat)
     return logits(params, x, config), cache
 
 
@@ -183,14 +199,20 @@ def hidden_states(
     cache: KVCache | None,
     config: Config,
     count: Integer[Array, " B"] | None = None,
+    *,
+    segments: Integer[Array, "B T"] | None = None,
+    remat: bool = False,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Returns what the last layer leaves for each token, after the final norm; `logits` turns it into scores.
 
-    Of each row the first `count` tokens are kept in the cache, all of them where None.
+    Its arguments are those of `forward`.
     """
     _check(params, tokens, cache, config)
     if count is not None:
         _check_count(count, tokens)
+    if segments is not None:
+        _check_segments(segments, tokens, cache)
+        segments = jnp.asarray(segments, jnp.int32)
     if cache is not None:
         kv.check_room(cache, tokens.shape[1] if count is None else count)
     # A narrower id could not be compared with the size of the vocabulary.
@@ -198,8 +220,8 @@ def hidden_states(
     count = most if count is None else jnp.clip(jnp.asarray(count, jnp.int32), 0, most)
     placement = params.get("placement")
     if placement is None:
-        return _layers(params, tokens, count, cache, config, None)
-    return _layers_on_mesh(_weights(params), tokens, count, cache, config, placement)
+        return _layers(params, tokens, count, segments, cache, config, None, remat)
+    return _layers_on_mesh(_weights(params), tokens, count, segments, cache, config, placement, remat)
 
 
 def logits(params: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T V"]:
@@ -212,16 +234,17 @@ def _weights(params: Params) -> Params:
     return {name: leaf for name, leaf in params.items() if name != "placement"}
 
 
-@partial(jax.jit, static_argnames=("config", "placement"))
-def _layers_on_mesh(params, tokens, count, cache, config, placement):
+@partial(jax.jit, static_argnames=("config", "placement", "remat"))
+def _layers_on_mesh(params, tokens, count, segments, cache, config, placement, remat):
     specs = jax.tree.map(placement.spec, param_axes(config))
     rows, kept = placement.spec("B"), None if cache is None else kv.cache_specs(cache)
+    texts = None if segments is None else placement.moved(segments, "B T")
     return jax.shard_map(
-        partial(_layers, config=config, placement=placement),
+        partial(_layers, config=config, placement=placement, remat=remat),
         mesh=placement.mesh,
-        in_specs=(specs, rows, rows, kept),
+        in_specs=(specs, rows, rows, None if segments is None else rows, kept),
         out_specs=(rows, kept),
-    )(params, placement.moved(tokens, "B T"), placement.moved(count, "B"), cache)
+    )(params, placement.moved(tokens, "B T"), placement.moved(count, "B"), texts, cache)
 
 
 @partial(jax.jit, static_argnames=("config", "placement"))
@@ -242,23 +265,36 @@ def _layers(
     params: Params,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
+    segments: Int[Array, "B T"] | None,
     cache: KVCache | None,
     config: Config,
     placement: Placement | None,
+    remat: bool,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    if cache is not None:
-        positions = positions + cache.length[:, None]
+    placed = place_tokens(tokens.shape[0], tokens.shape[1], count, cache, segments)
     x = _embed(params["embedding"], tokens, config, placement)
     if config.embedding_scale is not None:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     for layer, weights in enumerate(params["layers"]):
-        normed = _norm(x, weights["attention.norm"], config)
-        mixed, cache = _attention(normed, weights, positions, count, cache, layer, config, placement)
-        x = x + (_norm(mixed, weights["attention.post_norm"], config) if config.post_norms else mixed)
-        made = _mlp(_norm(x, weights["mlp.norm"], config), weights, config, placement)
-        x = x + (_norm(made, weights["mlp.post_norm"], config) if config.post_norms else made)
-    return _norm(x, params["norm"], config), None if cache is None else dataclasses.replace(cache, length=cache.length + count)
+        run = partial(_layer, layer=layer, config=config, placement=placement)
+        x, cache = (jax.checkpoint(run) if remat else run)(x, weights, placed, cache)
+    return norm(x, params["norm"], config), None if cache is None else dataclasses.replace(cache, length=cache.length + count)
+
+
+def _layer(
+    x: Float[Array, "B T D"],
+    weights: dict[str, Array],
+    tokens: Tokens,
+    cache: KVCache | None,
+    layer: int,
+    config: Config,
+    placement: Placement | None,
+) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    normed = norm(x, weights["attention.norm"], config)
+    mixed, cache = attention(normed, weights, tokens, cache, layer, config, placement)
+    x = x + (norm(mixed, weights["attention.post_norm"], config) if config.post_norms else mixed)
+    made = _mlp(norm(x, weights["mlp.norm"], config), weights, config, placement)
+    return x + (norm(made, weights["mlp.post_norm"], config) if config.post_norms else made), cache
 
 
 def _check(params: Params, tokens: Array, cache: KVCache | None, config: Config) -> None:
@@ -302,6 +338,16 @@ def _check_count(count: Array, tokens: Array) -> None:
         raise ValueError(f"count goes from {count.min()} to {count.max()}; of {most} tokens a row keeps from 0 to {most}.")
 
 
+def _check_segments(segments: Array, tokens: Array, cache: KVCache | None) -> None:
+    if cache is not None:
+        raise ValueError("segments and a cache were given; a cache holds one text in each row, so leave one of the two out.")
+    if segments.shape != tokens.shape or not jnp.issubdtype(segments.dtype, jnp.integer):
+        raise ValueError(
+            f"segments has shape {segments.shape} and dtype {segments.dtype}; it must be one integer for each of the tokens, "
+            f"{tokens.shape}."
+        )
+
+
 def _embed(
     table: Float[Array, "V D"], tokens: Int[Array, "B T"], config: Config, placement: Placement | None
 ) -> Float[Array, "B T D"]:
@@ -314,124 +360,16 @@ def _embed(
 
 
 def _scores(head: Float[Array, "V D"], x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T V"]:
-    scores = jnp.einsum("BTD,VD->BTV", x, head, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("BTD,VD->BTV", x, head, preferred_element_type=np.promote_types(x.dtype, np.float32))
     return scores if config.logit_softcap is None else config.logit_softcap * jnp.tanh(scores / config.logit_softcap)
-
-
-def _norm(x: Float[Array, "*any D"], weight: Float[Array, " D"], config: Config) -> Float[Array, "*any D"]:
-    """Root-mean-square norm (arXiv:1910.07467), in float32."""
-    wide = x.astype(jnp.float32)
-    size = jnp.square(wide).mean(axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(size + config.norm_eps) * weight).astype(x.dtype)
-
-
-def _attention(
-    x: Float[Array, "B T D"],
-    weights: dict[str, Array],
-    positions: Int[Array, "B T"],
-    count: Int[Array, " B"],
-    cache: KVCache | None,
-    layer: int,
-    config: Config,
-    placement: Placement | None,
-) -> tuple[Float[Array, "B T D"], KVCache | None]:
-    how = config.layer_attention(layer)
-    q, k, v = _project(x, weights, positions, how, config)
-    reading = Reading(config.head_dim**-0.5 if how.scale is None else how.scale, how.window, how.softcap)
-    if cache is None:
-        mask = causal_mask(positions[:1], positions[:1], how.window)[:, None, None]
-        part = attend(q, k, v, mask, scale=reading.scale, softcap=reading.softcap)
-    else:
-        part, cache = _attend_cached(q, k, v, positions, count, cache, layer, reading)
-    out = part.out.astype(x.dtype)
-    real = None if placement is None else placement.is_real(config, *out.shape[1:3])
-    if real is not None:
-        # A padded query would still read; nothing may come of it, so that no gradient brings its weights to life.
-        out = jnp.where(real[:, :, None, None], out, jnp.zeros((), out.dtype))
-    # BTKGH, KGHD -> BTD: an einsum would contract in another order than the weight's own, and transpose it.
-    mixed = jnp.tensordot(out.transpose(0, 3, 1, 2, 4), weights["attention.o"], axes=3)
-    return _add_bias(_total(mixed, placement), weights, "attention.o_bias"), cache
-
-
-def _total(x: Array, placement: Placement | None) -> Array:
-    return x if placement is None else placement.total(x)
-
-
-def _attend_cached(
-    q: Float[Array, "B K G T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    positions: Int[Array, "B T"],
-    count: Int[Array, " B"],
-    cache: KVCache,
-    layer: int,
-    reading: Reading,
-) -> tuple[Part, KVCache]:
-    """Reads what the cache holds and the new tokens, and writes these; what is read is what is kept, as it is rounded."""
-    if k.shape[2] == 1 or not kv.is_ring(cache, layer):
-        cache = kv.put(cache, layer, k, v, count)
-        return _read(q, positions, cache.length + count, cache, layer, reading), cache
-    # The last of many tokens push out what the first still see: read the old ones before they go, and the new ones apart.
-    old = _read(q, positions, cache.length, cache, layer, reading)
-    k, v = k.astype(cache.k[layer].dtype), v.astype(cache.v[layer].dtype)
-    new = attend_filled(q, k, v, positions - cache.length[:, None], count, reading)
-    return merge(old, Part(*new)), kv.put(cache, layer, k, v, count)
-
-
-def _read(
-    q: Float[Array, "B K G T H"],
-    positions: Int[Array, "B T"],
-    filled: Int[Array, " B"],
-    cache: KVCache,
-    layer: int,
-    reading: Reading,
-) -> Part:
-    first, stride = kv.stripe(cache)
-    filled = jnp.minimum(filled, cache.capacity)  # What did not fit is not there.
-    if stride == 1:
-        return attend_filled(q, cache.k[layer], cache.v[layer], positions, filled, reading)
-    # The slots are split over a group: each device reads its own for all queries of the group, and each gets back, for its
-    # own queries, what every device has read.
-    assert cache.placement is not None
-    group = cache.placement.group
-    q = jax.lax.all_gather(q, group, axis=2, tiled=True)
-    reading = reading._replace(stride=stride)
-    out, lse = attend_filled(q, cache.k[layer], cache.v[layer], positions, filled, reading, first)
-    found = jnp.concatenate([out, lse[..., None]], axis=-1)
-    found = found.reshape(*found.shape[:2], stride, -1, *found.shape[3:])
-    found = jax.lax.all_to_all(found, group, split_axis=2, concat_axis=2)
-    parts = [Part(found[:, :, i, ..., :-1], found[:, :, i, ..., -1]) for i in range(stride)]
-    return reduce(merge, parts)
-
-
-def _project(
-    x: Float[Array, "B T D"], weights: dict[str, Array], positions: Int[Array, "B T"], how: Attention, config: Config
-) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-    # The products keep the order of the weights' axes and only their small results are transposed: asked for head-major
-    # results, XLA would transpose the weights.
-    q = _add_bias(jnp.einsum("BTD,DKGH->BTKGH", x, weights["attention.q"]), weights, "attention.q_bias")
-    k = _add_bias(jnp.einsum("BTD,DKH->BTKH", x, weights["attention.k"]), weights, "attention.k_bias")
-    v = _add_bias(jnp.einsum("BTD,DKH->BTKH", x, weights["attention.v"]), weights, "attention.v_bias")
-    if config.qk_norm:
-        q, k = _norm(q, weights["attention.q_norm"], config), _norm(k, weights["attention.k_norm"], config)
-    q, k, v = q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
-    if how.rope is not None:
-        turn = angles(how.rope, config.head_dim, positions)
-        q = rotate(q, turn[:, None, None], interleaved=how.rope.interleaved)
-        k = rotate(k, turn[:, None], interleaved=how.rope.interleaved)
-    return q, k, v
-
-
-def _add_bias(x: Array, weights: dict[str, Array], name: str) -> Array:
-    return x + weights[name] if name in weights else x
 
 
 def _mlp(
     x: Float[Array, "B T D"], weights: dict[str, Array], config: Config, placement: Placement | None
 ) -> Float[Array, "B T D"]:
     """A gated linear unit (arXiv:2002.05202)."""
-    gate = _add_bias(jnp.einsum("BTD,DF->BTF", x, weights["mlp.gate"]), weights, "mlp.gate_bias")
-    up = _add_bias(jnp.einsum("BTD,DF->BTF", x, weights["mlp.up"]), weights, "mlp.up_bias")
+    gate = add_bias(jnp.einsum("BTD,DF->BTF", x, weights["mlp.gate"]), weights, "mlp.gate_bias")
+    up = add_bias(jnp.einsum("BTD,DF->BTF", x, weights["mlp.up"]), weights, "mlp.up_bias")
     opened = jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
     made = jnp.einsum("BTF,FD->BTD", opened * up, weights["mlp.down"])
-    return _add_bias(_total(made, placement), weights, "mlp.down_bias")
+    return add_bias(made if placement is None else placement.total(made), weights, "mlp.down_bias")

@@ -44,12 +44,12 @@ def angles(rope: Rope, head_dim: int, positions: Int[Array, "*B T"]) -> Float[Ar
 def rotate(
     x: Float[Array, "*any T H"], angles: Float[Array, "*#any T half"], *, interleaved: bool = False
 ) -> Float[Array, "*any T H"]:
-    """Turns each pair of lanes by its angle; float32 inside, the dtype of `x` outside.
+    """Turns each pair of lanes by its angle; float32 or wider inside, the dtype of `x` outside.
 
     Pairs are lanes (i, i + H/2), as Hugging Face checkpoints have them, or (2i, 2i + 1) where `interleaved`.
     """
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    wide = x.astype(jnp.float32)
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    cos, sin = jnp.cos(angles).astype(wide.dtype), jnp.sin(angles).astype(wide.dtype)
     if interleaved:
         a, b = wide[..., 0::2], wide[..., 1::2]
         turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)

@@ -105,7 +105,8 @@ def _attend(x, weights, positions, how, config, round_kv):
         divide = how.rope.scaling.factor if how.rope.scaling else 1.0
         q, k = (rope(z, positions, how.rope.base, interleaved=how.rope.interleaved, divide=divide) for z in (q, k))
     mask = seen(positions, positions, how.window)[:, None]
-    out, _ = attention(q, round_kv(k), round_kv(v), mask, scale=how.scale, softcap=how.softcap)
+    sinks = weights["attention.sinks"].reshape(-1) if how.sinks else None
+    out, _ = attention(q, round_kv(k), round_kv(v), mask, scale=how.scale, softcap=how.softcap, sinks=sinks)
     out = out.reshape(*positions.shape, -1) @ weights["attention.o"].reshape(-1, x.shape[-1])
     return out + weights["attention.o_bias"] if config.out_bias else out
 

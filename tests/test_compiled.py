@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gqa_jax import decoder, loop
+from gqa_jax import decoder, layer, loop
 from gqa_jax.attention import attend, attend_filled
 from gqa_jax.cache import KVCache, init_cache
 from gqa_jax.config import Attention, Config
@@ -209,7 +209,7 @@ def repeated_heads(q, k, v, positions, filled, reading):
     ids=["good", "not donated", "all slots at once", "slots before heads", "wider slots", "repeated heads"],
 )
 def test_the_check_finds_what_is_wrong_with_a_bad_loop(how, dtype, donated, words, monkeypatch):
-    monkeypatch.setattr(decoder, "attend_filled", how)
+    monkeypatch.setattr(layer, "attend_filled", how)
 
     @partial(jax.jit, donate_argnums=2 if donated else ())
     def decode(params, token, memory):

@@ -32,7 +32,8 @@ NORMED = dataclasses.replace(
     PLAIN,
     num_kv_heads=1,
     attention=tuple(
-        Attention(Rope(base), window, scale=0.4, softcap=3.0) for base, window in ((1e4, 2), (1e6, None), (1e4, 7), (1e4, 3))
+        Attention(Rope(base), window, scale=0.4, softcap=3.0, sinks=window != 7)
+        for base, window in ((1e4, 2), (1e6, None), (1e4, 7), (1e4, 3))
     ),
     activation="gelu_tanh",
     norm_eps=1e-2,
@@ -75,7 +76,7 @@ def weights(config: Config, dtype: str = "float32") -> decoder.Params:
 
     def make(path, leaf):
         name = path[-1].key
-        size = 0.3 if name.endswith(("norm", "bias")) else (leaf.shape[-1] if name.endswith("down") else 24) ** -0.5
+        size = 0.3 if name.endswith(("norm", "bias", "sinks")) else (leaf.shape[-1] if name.endswith("down") else 24) ** -0.5
         return (float(name.endswith("norm")) + size * rng.normal(size=leaf.shape)).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(make, decoder.param_shapes(config, dtype))
@@ -157,7 +158,7 @@ def test_new_weights_are_ones_zeros_and_normal_by_what_they_read():
         name, values = path[-1].key, np.asarray(leaf)
         if name.endswith("norm"):
             assert (values == 1).all()
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "sinks")):
             assert (values == 0).all()
         else:
             assert values.std() * reads.get(name, 257) ** 0.5 == pytest.approx(1, abs=0.05)
@@ -381,16 +382,21 @@ def test_every_weight_has_a_finite_gradient_that_is_not_zero(name):
         assert abs(np.asarray(leaf)).max() > 1e-7, path
 
 
-def test_gradients_equal_finite_differences_in_float64():
-    params, tokens = weights(NORMED), jnp.asarray(ids(2, 7))
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("config", [PLAIN, NORMED], ids=["grouped, window", "one KV head, window, softcap, sinks, norms"])
+def test_gradients_equal_finite_differences_in_float64(config, remat):
+    params, tokens = weights(config), jnp.asarray(ids(2, 7))
 
     def exact(params):
-        logits = oracles.forward(params, tokens, NORMED)[:, :-1]
+        logits = oracles.forward(params, tokens, config)[:, :-1]
         shifted = logits - logits.max(-1, keepdims=True)
         chances = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
         return -np.take_along_axis(chances, tokens[:, 1:, None], axis=-1).mean()
 
-    gradient = jax.jit(jax.grad(lambda params: loss(decoder.forward(params, tokens, None, NORMED)[0], tokens)))(params)
+    def ours(params):
+        return loss(decoder.forward(params, tokens, None, config, remat=remat)[0], tokens)
+
+    gradient = jax.jit(jax.grad(ours))(params)
     rng, step = np.random.default_rng(4), 1e-4
     direction = jax.tree.map(lambda x: rng.normal(size=x.shape), params)
 
@@ -402,6 +408,32 @@ def test_gradients_equal_finite_differences_in_float64():
         (np.asarray(g, np.float64) * d).sum() for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)
     )
     assert along == pytest.approx(slope, rel=1e-3)
+
+
+@pytest.mark.parametrize("tp", [None, 2])
+def test_gradients_are_the_same_with_every_layer_computed_anew(tp):
+    tokens, placement = jnp.asarray(ids(2, 9)), None if tp is None else make_mesh(NORMED, tp=tp)
+    params = weights(NORMED) if placement is None else decoder.place(weights(NORMED), NORMED, placement)
+
+    def gradient(remat):
+        def ours(params):
+            return loss(decoder.forward(params, tokens, None, NORMED, remat=remat)[0], tokens)
+
+        return jax.jit(jax.grad(ours))(params)
+
+    chex.assert_trees_all_close(gradient(True), gradient(False), rtol=1e-5, atol=1e-6)
+
+
+def test_a_cache_written_in_layers_that_are_computed_anew_is_the_same():
+    params, tokens = weights(PLAIN), jnp.asarray(ids(2, 9))
+
+    def twice(params, remat):
+        logits, cache = decoder.forward(params, tokens[:, :6], init_cache(PLAIN, 2, 11), PLAIN, remat=remat)
+        more, cache = decoder.forward(params, tokens[:, 6:], cache, PLAIN, remat=remat)
+        return loss(jnp.concatenate([logits, more], axis=1), tokens), cache
+
+    run = jax.jit(jax.value_and_grad(twice, has_aux=True), static_argnums=1)
+    chex.assert_trees_all_close(run(params, True), run(params, False), rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_through_a_cache_equal_those_of_one_pass():
@@ -419,6 +451,33 @@ def test_gradients_through_a_cache_equal_those_of_one_pass():
 
     got, want = (jax.jit(jax.grad(f))(params) for f in (in_steps, at_once))
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+# Several texts in one row
+
+
+@pytest.mark.parametrize("tp", [None, 2])
+@pytest.mark.parametrize("config", [PLAIN, NORMED], ids=["grouped", "normed"])
+def test_texts_that_share_a_row_know_nothing_of_each_other(config, tp):
+    params, lengths = weights(config), (5, 1, 4, 3)
+    placed = params if tp is None else decoder.place(params, config, make_mesh(config, tp=tp))
+    tokens = ids(2, sum(lengths))
+    segments = jnp.asarray([np.repeat([7, 0, 7, 3], lengths), np.repeat([1, 2, 3, 4], lengths)], jnp.int32)
+    got = jax.jit(decoder.forward, static_argnames="config")(placed, tokens, None, config=config, segments=segments)[0]
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        close(got[:, part], oracles.forward(params, tokens[:, part], config))
+        start += length
+
+
+def test_segments_that_cannot_be_are_refused(unchecked):
+    params, tokens = weights(PLAIN), ids(2, 5)
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        decoder.forward(params, tokens, init_cache(PLAIN, 2, 5), PLAIN, segments=jnp.zeros((2, 5), jnp.int32))
+    for bad in (jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, 5))):
+        with pytest.raises(ValueError, match="one integer for each of the tokens"):
+            decoder.forward(params, tokens, None, PLAIN, segments=bad)
 
 
 # Dtypes
