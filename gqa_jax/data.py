@@ -1,4 +1,4 @@
-"""From files of text to rows of tokens: texts are cut to the length of a row, shuffled, and packed without padding.
+"""From files of text to rows of tokens: texts are shuffled, laid one behind the other and cut into rows, without padding.
 
 A row holds several texts, or pieces of them, and says by `segments` which token is of which: 1, 2, ... and 0 for padding.
 """
@@ -92,26 +92,47 @@ def _texts_in(file: Path) -> Iterator[str]:
         yield text
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Pieces:
-    """Texts cut to a length, as grain reads them: by number."""
+class _Packed(grain.MapDataset):
+    """Rows by their number: all texts one behind the other, cut into rows; each epoch has the texts in an order of its own.
 
-    texts: Texts
-    starts: np.ndarray
-    stops: np.ndarray
+    grain's own packers are not used: to find their place again they read anew what they have read, up to whole epochs where
+    most pieces fill a row, and theirs are cut more often or padded more. Here a place is one number.
+    """
+
+    def __init__(self, texts: Texts, length: int, seed: int | None):
+        super().__init__()
+        self._texts, self._row, self._seed = texts, length, seed
+        self._laid: tuple[int, np.ndarray, np.ndarray] = (-1, texts.ends, texts.ends)
 
     def __len__(self) -> int:
-        return len(self.starts)
+        whole, left = divmod(len(self._texts.tokens), self._row)
+        # In training what is left goes; it is another part in each epoch.
+        return max(1, whole) if self._seed is not None else whole + bool(left)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {"tokens": self.texts.tokens[self.starts[index] : self.stops[index]]}
+    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
+        epoch, row = divmod(index, len(self))
+        order, ends = self._lay(epoch)
+        start, stop = row * self._row, min((row + 1) * self._row, ends[-1])
+        batch = {name: np.zeros(self._row, np.int32) for name in Batch._fields}
+        first, at = int(np.searchsorted(ends, start, side="right")), start
+        for segment, (text, end) in enumerate(zip(order[first:], ends[first:], strict=True), 1):
+            until, shift = min(end, stop), self._texts.ends[text] - end
+            batch["tokens"][at - start : until - start] = self._texts.tokens[at + shift : until + shift]
+            batch["segments"][at - start : until - start] = segment
+            if until == stop:
+                break
+            at = until
+        return batch
 
-
-def _pieces(texts: Texts, length: int) -> _Pieces:
-    begins = np.concatenate([[0], texts.ends[:-1]])
-    starts = np.concatenate([np.arange(begin, end, length) for begin, end in zip(begins, texts.ends, strict=True)])
-    ends = texts.ends[np.searchsorted(texts.ends, starts, side="right")]
-    return _Pieces(texts, starts, np.minimum(starts + length, ends))
+    def _lay(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the order of the texts in an epoch, and where each ends then."""
+        if self._laid[0] != epoch:
+            sizes = np.diff(self._texts.ends, prepend=0)
+            order = np.arange(sizes.size)
+            if self._seed is not None:
+                order = np.random.default_rng((self._seed, epoch)).permutation(sizes.size)
+            self._laid = (epoch, order, np.cumsum(sizes[order]))
+        return self._laid[1:]
 
 
 class Rows:
@@ -121,14 +142,13 @@ class Rows:
     """
 
     def __init__(self, texts: Texts, length: int, batch: int, seed: int = 0):
-        pieces = grain.MapDataset.source(_pieces(texts, length)).shuffle(seed=seed).repeat()
-        self._iterator = iter(_packed(pieces, length).batch(batch))
+        self._iterator = iter(_one_by_one(_Packed(texts, length, seed).shuffle(seed=seed).repeat()).batch(batch))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        return _batch(next(self._iterator))
+        return Batch(**next(self._iterator))
 
     @property
     def position(self) -> dict[str, Any]:
@@ -137,30 +157,16 @@ class Rows:
 
     @position.setter
     def position(self, position: dict[str, Any]) -> None:
-        self._iterator.set_state(_with_tuples(position))
+        self._iterator.set_state(position)
 
 
 def once(texts: Texts, length: int, batch: int) -> Iterator[Batch]:
     """Yields all texts once, in their order, packed; what is lacking at the end is padding."""
-    for found in _packed(grain.MapDataset.source(_pieces(texts, length)), length).batch(batch, drop_remainder=False):
+    for found in _one_by_one(_Packed(texts, length, None)).batch(batch, drop_remainder=False):
         lacking = [(0, batch - len(found["tokens"])), (0, 0)]
-        yield Batch(*(np.pad(array, lacking) for array in _batch(found)))
+        yield Batch(**{name: np.pad(array, lacking) for name, array in found.items()})
 
 
-def _packed(pieces: grain.MapDataset, length: int) -> grain.IterDataset:
+def _one_by_one(rows: grain.MapDataset) -> grain.IterDataset:
     # All is in memory: threads and reading ahead would only cost.
-    one_by_one = pieces.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=1))
-    return grain.experimental.ConcatThenSplitIterDataset(
-        one_by_one, length_struct={"tokens": length}, split_full_length_features=False
-    )
-
-
-def _batch(found: dict[str, np.ndarray]) -> Batch:
-    return Batch(found["tokens"], found["tokens_segment_ids"])
-
-
-def _with_tuples(state: Any) -> Any:
-    """Undoes what JSON does to tuples, which grain compares with its own."""
-    if isinstance(state, dict):
-        return {name: _with_tuples(value) for name, value in state.items()}
-    return tuple(state) if isinstance(state, list) else state
+    return rows.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=1))
