@@ -6,6 +6,7 @@ changed later is found by a list of sizes and checksums that goes along.
 
 import json
 import logging
+import math
 import os
 import shutil
 import zlib
@@ -289,6 +290,6 @@ def _lines(file: Path) -> list[str]:
 
 def _step_of(line: str) -> float:
     try:
-        return int(json.loads(line)["step"])
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return math.inf
