@@ -177,6 +177,16 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path, ca
     assert saved(tmp_path) == [6, 7]
 
 
+def test_what_is_left_of_one_that_was_being_removed_is_in_nobodys_way(tmp_path):
+    stopped_after(5, tmp_path)
+    for file in files_of(tmp_path / "checkpoints" / "2")[::2]:
+        file.unlink()
+    (tmp_path / "checkpoints" / "1").mkdir()
+    found = go_on(tmp_path)
+    assert found.begun == 4
+    np.testing.assert_array_equal(found.losses, whole().losses[4:])
+
+
 def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_or_taken_away(tmp_path):
     stopped_after(5, tmp_path)
     for step in (2, 4):
