@@ -212,7 +212,7 @@ def _attend_new(
     kept = None
     if dropout is not None:
         drawn = jax.random.bernoulli(dropout.key, 1 - dropout.rate, (*q.shape[:4], k.shape[2]))
-        kept = drawn / np.float32(1 - dropout.rate)
+        kept = drawn.astype(jnp.float32) / np.float32(1 - dropout.rate)
     return attend(q, k, v, mask[:, None, None], scale=reading.scale, softcap=reading.softcap, kept=kept)
 
 
