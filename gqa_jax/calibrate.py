@@ -47,7 +47,8 @@ def negative_log_likelihood(
     rows = batches(model, texts, length)
     total, read = 0.0, 0
     for done, batch in enumerate(rows, 1):
-        total += float(to_host(_surprise(model.params, *map(jnp.asarray, batch), model.config)))
+        surprise = _surprise(model.params, jnp.asarray(batch.tokens), jnp.asarray(batch.count), model.config)
+        total += float(to_host(surprise))
         read += int(np.maximum(batch.count - 1, 0).sum())
         if progress is not None:
             progress("measuring", done, len(rows))
@@ -88,27 +89,28 @@ def _rows(ids: list[int], length: int, bos: int | None) -> Iterator[list[int]]:
 
 
 def keys_and_values(
-    model: Model, rows: list[Batch], progress: Progress | None = None
+    model: Model, rows: list[Batch], what: str = "reading", progress: Progress | None = None
 ) -> Iterator[tuple[list[np.ndarray], list[np.ndarray]]]:
     """Gives, for each batch, the float32 keys and values of all layers as a cache keeps them: turned, with axes "S K H".
 
-    The tokens of a batch are in any order, and padding is zero.
+    The tokens of a batch are in any order, and padding is zero. `progress` is told that `what` goes on.
     """
     config, placement = model.config, model.placement
     cache = kv.init_cache(config, *rows[0].tokens.shape, jnp.float32, rings=False, mesh=placement)
     for done, batch in enumerate(rows, 1):
-        kept = _kept(model.params, *map(jnp.asarray, batch), cache, config)
-        yield tuple([_of_tokens(to_host(x), config) for x in layers] for layers in kept)  # pyright: ignore[reportReturnType]
+        k, v = _kept(model.params, jnp.asarray(batch.tokens), jnp.asarray(batch.count), cache, config)
+        yield [_of_tokens(to_host(x), config) for x in k], [_of_tokens(to_host(x), config) for x in v]
         if progress is not None:
-            progress("calibrating", done, len(rows))
+            progress(what, done, len(rows))
 
 
 @partial(jax.jit, static_argnames="config")
 def _kept(
     params: Params, tokens: Int[Array, "B T"], count: Int[Array, " B"], cache: KVCache, config: Config
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    _, cache = hidden_states(params, tokens, cache, config, count)
-    return cache.k, cache.v
+    kept = hidden_states(params, tokens, cache, config, count)[1]
+    assert kept is not None
+    return kept.k, kept.v
 
 
 def _of_tokens(x: Float[np.ndarray, "B K S H"], config: Config) -> Float[np.ndarray, "BS K H"]:

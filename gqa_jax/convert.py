@@ -46,7 +46,7 @@ class Conversion(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """From M old heads to a shared one, `down` "K P M W W", and back, `up`; each has first what it reads. `rope` cuts the lanes."""
+    """From M old heads to a shared one, `down` "K P M W W", and back, `up`: what is read comes first. `rope` cuts the lanes."""
 
     down: np.ndarray
     up: np.ndarray
@@ -79,8 +79,7 @@ def convert(
         ValueError: a head count that does not divide, an unknown method, no text or too short a one, or a model that norms its
             keys, which the last two cannot turn.
     """
-    config, old = _new_config(model.config, num_kv_heads), model.config
-    _check_method(old, method, calibration)
+    old, config = model.config, converted(model.config, num_kv_heads, method, calibrated=calibration is not None)
     rows = None if calibration is None else batches(model, calibration)  # pyright: ignore[reportArgumentType]
     if config == old:
         return Conversion(model, None if rows is None else (Errors(0.0, 0.0),) * old.num_layers)
@@ -93,23 +92,25 @@ def convert(
     return Conversion(made, None if rows is None else _errors(model, params, layers, maps, rows, progress))
 
 
-def _new_config(config: Config, num_kv_heads: int) -> Config:
+def converted(config: Config, num_kv_heads: int, method: str = "mean", *, calibrated: bool = False) -> Config:
+    """Returns the config that `convert` makes of another, with or without a text to calibrate it.
+
+    Raises:
+        ValueError: see `convert`.
+    """
     most = config.num_kv_heads
     if most % whole("num_kv_heads", num_kv_heads, 1, most):
         fits = ", ".join(str(heads) for heads in range(1, most + 1) if most % heads == 0)
         raise ValueError(f"num_kv_heads is {num_kv_heads}; the model's {most} KV heads can become {fits}.")
-    return dataclasses.replace(config, num_kv_heads=num_kv_heads)
-
-
-def _check_method(config: Config, method: str, calibration: Any) -> None:
     if method not in METHODS:
         raise ValueError(f"The method is {method!r}; it must be one of {', '.join(METHODS)}.")
     if method in ALIGNED and config.qk_norm:
         raise ValueError(
             f"The model norms its keys behind W_k (qk_norm), so {method} cannot turn them; take 'mean' or 'first' and train on."
         )
-    if method in ALIGNED and calibration is None:
+    if method in ALIGNED and not calibrated:
         raise ValueError(f"{method} reads a text to see how the heads lie to each other; give it as calibration.")
+    return dataclasses.replace(config, num_kv_heads=num_kv_heads)
 
 
 def _placed(params: Params, config: Config, model: Model) -> Params:
@@ -156,7 +157,7 @@ def _moments(
     Those of keys are the same before and after they are turned: at one position, all heads turn by the same angle.
     """
     total: list[Any] = [(0.0, 0.0)] * len(ropes)
-    for keys, values in keys_and_values(model, rows, progress):
+    for keys, values in keys_and_values(model, rows, "calibrating", progress):
         for layer, (rope, k, v) in enumerate(zip(ropes, keys, values, strict=True)):
             sums = total[layer]
             total[layer] = (sums[0] + _moment(_lanes(k, rope), merged), sums[1] + _moment(_lanes(v, None), merged))
@@ -213,7 +214,7 @@ def _lanes(x: np.ndarray, rope: Rope | None) -> np.ndarray:
 def _unlaned(z: np.ndarray, rope: Rope | None) -> np.ndarray:
     if rope is None:
         return z[..., 0, :]
-    parts = z[..., 0].real, z[..., 0].imag
+    parts = np.real(z[..., 0]), np.imag(z[..., 0])
     if rope.interleaved:
         return np.stack(parts, axis=-1).reshape(*z.shape[:-2], -1)
     return np.concatenate(parts, axis=-1)
@@ -263,7 +264,7 @@ def _errors(
 ) -> tuple[Errors, ...]:
     """Measures what the shared heads give back of the old ones, both of one model, which reads the old ones only."""
     sums = np.zeros((len(new), 2, 2))
-    for kept in keys_and_values(_beside(model, old, new), rows, progress):
+    for kept in keys_and_values(_beside(model, old, new), rows, "comparing heads", progress):
         for layer, own in enumerate(maps):
             for which, (x, how) in enumerate(zip((kept[0][layer], kept[1][layer]), own, strict=True)):
                 sums[layer, which] += _lost(x, how, model.config.num_kv_heads)
