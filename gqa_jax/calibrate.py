@@ -96,7 +96,8 @@ def keys_and_values(
     The tokens of a batch are in any order, and padding is zero. `progress` is told that `what` goes on.
     """
     config, placement = model.config, model.placement
-    cache = kv.init_cache(config, *rows[0].tokens.shape, jnp.float32, rings=False, mesh=placement)
+    together, length = rows[0].tokens.shape
+    cache = kv.init_cache(config, together, length, jnp.float32, rings=False, mesh=placement)
     for done, batch in enumerate(rows, 1):
         k, v = _kept(model.params, jnp.asarray(batch.tokens), jnp.asarray(batch.count), cache, config)
         yield [_of_tokens(to_host(x), config) for x in k], [_of_tokens(to_host(x), config) for x in v]

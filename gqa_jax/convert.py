@@ -30,6 +30,8 @@ METHODS: tuple[Method, ...] = get_args(Method)
 ALIGNED = ("procrustes", "pca")
 ROUNDS = 32
 
+Pair = tuple[np.ndarray, np.ndarray]
+
 
 class Errors(NamedTuple):
     """How much of a layer's keys and values the shared heads do not give back: E|x - x'|^2 / E|x|^2."""
@@ -70,7 +72,8 @@ def convert(
         method: what a shared head is made of.
             `mean`: the mean of the old ones (arXiv:2305.13245); `first`: the first of them; `random`: new weights.
             `procrustes`: their mean after each has been turned towards the others (arXiv:2412.20677).
-            `pca`: their principal directions, complex ones for each rotary pair of K, real ones for V.
+            `pca`: their principal directions, complex ones for each rotary pair of K, real ones for V, where an error weighs
+            what the queries make of it, and W_o.
         calibration: a text or its ids, or a list of either, which the last two need. With it, `errors` are measured.
         seed: of `random`.
         progress: is told (what, done, total) while reading the text.
@@ -137,9 +140,9 @@ def _maps(
             f"The text has {have} tokens; {method} needs at least {needed}, head_dim times the {merged} heads that become one, "
             "and better ten times as many."
         )
+    moments = _moments(model, ropes, merged, rows, progress)
     find = _principal if method == "pca" else _aligned
-    found = _moments(model, ropes, merged, rows, progress)
-    return [(Maps(*find(k, merged), rope), Maps(*find(v, merged), None)) for rope, (k, v) in zip(ropes, found, strict=True)]
+    return [(Maps(*find(*k), rope), Maps(*find(*v), None)) for rope, k, v in zip(ropes, *moments, strict=True)]
 
 
 def _plain(config: Config, merged: int, method: Method, rope: Rope | None) -> Maps:
@@ -151,17 +154,37 @@ def _plain(config: Config, merged: int, method: Method, rope: Rope | None) -> Ma
 
 def _moments(
     model: Model, ropes: list[Rope | None], merged: int, rows: list[Batch], progress: Progress | None
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns the second moments of the keys and the values of each layer.
+) -> tuple[list[Pair], list[Pair]]:
+    """Returns for the keys and the values of each layer the second moments of a group's heads, and how much an error weighs.
 
-    Those of keys are the same before and after they are turned: at one position, all heads turn by the same angle.
+    An error of a key weighs what its queries make of it, one of a value what W_o does. Moments are the same before and after
+    queries and keys are turned, since at one position all heads turn by the same angle.
     """
-    total: list[Any] = [(0.0, 0.0)] * len(ropes)
-    for keys, values in keys_and_values(model, rows, "calibrating", progress):
-        for layer, (rope, k, v) in enumerate(zip(ropes, keys, values, strict=True)):
-            sums = total[layer]
-            total[layer] = (sums[0] + _moment(_lanes(k, rope), merged), sums[1] + _moment(_lanes(v, None), merged))
-    return total
+    params, heads = decoder.gather(model.params, model.config), model.config.num_kv_heads
+    sums: list[Any] = [[0.0, 0.0, 0.0] for _ in ropes]
+    asked = [_queries_as_keys(layer) for layer in params["layers"]]
+    for keys, values in keys_and_values(_beside(model, params, asked), rows, "calibrating", progress):
+        for total, rope, k, v in zip(sums, ropes, keys, values, strict=True):
+            total[0] += _moment(_lanes(k[:, :heads], rope), merged)
+            total[1] += _moment(_lanes(k[:, heads:], rope), 1)
+            total[2] += _moment(_lanes(v[:, :heads], None), merged)
+    of_keys = [(k, _by_group(q, heads, merged)) for k, q, _ in sums]
+    outputs = [
+        np.moveaxis(layer["attention.o"].reshape(-1, *layer["attention.o"].shape[2:]), -1, 0) for layer in params["layers"]
+    ]
+    weights = [_by_group(_moment(_lanes(o, None), 1), heads, merged) for o in outputs]
+    return of_keys, [(v, weight) for (_, _, v), weight in zip(sums, weights, strict=True)]
+
+
+def _queries_as_keys(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns "D (K G) H" of the queries in the place of keys, and nothing as values."""
+    made = {}
+    for kind in ("", "_bias"):
+        if (name := f"attention.q{kind}") in weights:
+            *width, K, G, H = weights[name].shape
+            made[f"attention.k{kind}"] = weights[name].reshape(*width, K * G, H)
+            made[f"attention.v{kind}"] = np.zeros_like(made[f"attention.k{kind}"])
+    return made
 
 
 def _moment(z: np.ndarray, merged: int) -> np.ndarray:
@@ -172,17 +195,29 @@ def _moment(z: np.ndarray, merged: int) -> np.ndarray:
     return z.conj().swapaxes(-1, -2) @ z
 
 
-def _principal(moment: np.ndarray, merged: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the directions that hold most of what all heads of a group say: no other maps lose less of it."""
-    width = moment.shape[-1] // merged
-    down = np.linalg.eigh(moment)[1][..., -width:].reshape(*moment.shape[:2], merged, width, width)
-    return down, down.conj().swapaxes(-1, -2)
+def _by_group(moment: np.ndarray, heads: int, merged: int) -> np.ndarray:
+    """Returns "K P M W W" from the moments "(K G) P W W" of queries: the sum of those that one old head serves."""
+    summed = moment.reshape(heads, -1, *moment.shape[1:]).sum(axis=1)
+    return summed.reshape(-1, merged, *summed.shape[1:]).swapaxes(1, 2)
 
 
-def _aligned(moment: np.ndarray, merged: int) -> tuple[np.ndarray, np.ndarray]:
+def _principal(moment: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the directions that hold most of what all heads of a group say, as far as it weighs."""
+    kv_heads, lanes, merged, width, _ = weight.shape
+    sizes, axes = np.linalg.eigh(weight)
+    # What nothing reads keeps a little weight, so that the root can be undone.
+    roots = np.sqrt(sizes + 1e-6 * sizes.max(axis=(2, 3), keepdims=True) + 1e-30)[..., None, :]
+    root, undo = ((axes * by) @ axes.conj().swapaxes(-1, -2) for by in (roots, 1 / roots))
+    blocks = moment.reshape(kv_heads, lanes, merged, width, merged, width)
+    weighed = np.einsum("kpmab,kpmbnc,kpncd->kpmand", root, blocks, root, optimize=True).reshape(moment.shape)
+    found = np.linalg.eigh(weighed)[1][..., -width:].reshape(weight.shape)
+    return root @ found, found.conj().swapaxes(-1, -2) @ undo
+
+
+def _aligned(moment: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns turns of the heads towards their mean (generalised orthogonal Procrustes analysis), beginning at the first."""
-    width = moment.shape[-1] // merged
-    blocks = moment.reshape(*moment.shape[:2], merged, width, merged, width)
+    kv_heads, lanes, merged, width, _ = weight.shape
+    blocks = moment.reshape(kv_heads, lanes, merged, width, merged, width)
     turns = np.stack([_turn(blocks[:, :, m, :, 0]) for m in range(merged)], axis=2)
     for _ in range(ROUNDS):
         before = turns.copy()

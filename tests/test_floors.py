@@ -23,6 +23,8 @@ MAY_IMPORT = {
     "loop": {"config", "attention", "rope", "sampling", "sharding", "cache", "decoder"},
     "request": {"config", "attention", "rope", "sampling", "sharding", "cache", "decoder", "loop"},
     "generate": {"config", "attention", "rope", "sampling", "sharding", "cache", "decoder", "loop", "request"},
+    "calibrate": {"config", "attention", "rope", "sampling", "sharding", "cache", "decoder", "loop", "request"},
+    "convert": {"config", "attention", "rope", "sampling", "sharding", "cache", "decoder", "loop", "request", "calibrate"},
     "devices": set(),
     "planner": {"config", "attention", "rope", "sharding", "cache", "decoder", "devices"},
     "distributed": set(),
