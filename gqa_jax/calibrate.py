@@ -114,5 +114,5 @@ def _kept(
     return kept.k, kept.v
 
 
-def _of_tokens(x: Float[np.ndarray, "B K S H"], config: Config) -> Float[np.ndarray, "BS K H"]:
+def _of_tokens(x: Float[np.ndarray, "B K S H"], config: Config) -> Float[np.ndarray, "tokens heads H"]:
     return x[:, : config.num_kv_heads].swapaxes(1, 2).reshape(-1, config.num_kv_heads, config.head_dim)

@@ -1,12 +1,7 @@
 """Fewer KV heads for a trained model: neighbours are merged into one, and what is lost is made good in W_q and W_o.
 
-Every method is one pair of maps for each layer: `down` makes the shared head out of the old ones, s = sum_m z_m down_m, and
-`up` gives each of them back, z_m ~ s up_m. The first goes into W_k and W_v, the second into W_q and W_o, so that the result is
-an ordinary model. A rotary embedding turns each pair of lanes as one complex number, and only maps that are complex numbers
-themselves commute with it; so the keys of such a layer are lanes of H/2 complex numbers, each mapped on its own, and values,
-and keys without a rotary embedding, are one lane of H real ones.
-
-Letters beside the house's: M old heads that become one, P lanes, W width of a lane.
+Each method is a pair of linear maps for the keys and one for the values of each layer (`heads`), from the old heads to a shared
+one and back. The first goes into W_k and W_v, the second into W_q and W_o, so that the result is an ordinary model.
 """
 
 import dataclasses
@@ -17,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gqa_jax import decoder
+from gqa_jax import decoder, heads
 from gqa_jax.calibrate import Batch, Progress, batches, keys_and_values, negative_log_likelihood
 from gqa_jax.config import Config, Rope
 from gqa_jax.decoder import Params
+from gqa_jax.heads import Maps
 from gqa_jax.request import Model, Prompt, whole
 
 __all__ = ["METHODS", "Conversion", "Errors", "convert", "negative_log_likelihood"]
@@ -28,9 +24,6 @@ __all__ = ["METHODS", "Conversion", "Errors", "convert", "negative_log_likelihoo
 Method = Literal["mean", "first", "random", "procrustes", "pca"]
 METHODS: tuple[Method, ...] = get_args(Method)
 ALIGNED = ("procrustes", "pca")
-ROUNDS = 32
-
-Pair = tuple[np.ndarray, np.ndarray]
 
 
 class Errors(NamedTuple):
@@ -45,14 +38,6 @@ class Conversion(NamedTuple):
 
     model: Model
     errors: tuple[Errors, ...] | None
-
-
-class Maps(NamedTuple):
-    """From M old heads to a shared one, `down` "K P M W W", and back, `up`: what is read comes first. `rope` cuts the lanes."""
-
-    down: np.ndarray
-    up: np.ndarray
-    rope: Rope | None
 
 
 def convert(
@@ -86,8 +71,8 @@ def convert(
     rows = None if calibration is None else batches(model, calibration)  # pyright: ignore[reportArgumentType]
     if config == old:
         return Conversion(model, None if rows is None else (Errors(0.0, 0.0),) * old.num_layers)
-    maps = _maps(model, config, method, rows, progress)
     params = decoder.gather(model.params, old)
+    maps = _maps(model, params, config, method, rows, progress)
     layers = [_folded(layer, *own) for layer, own in zip(params["layers"], maps, strict=True)]
     if method == "random":
         layers = _with_random_heads(layers, config, seed)
@@ -126,13 +111,15 @@ def _placed(params: Params, config: Config, model: Model) -> Params:
 
 
 def _maps(
-    model: Model, config: Config, method: Method, rows: list[Batch] | None, progress: Progress | None
+    model: Model, params: Params, config: Config, method: Method, rows: list[Batch] | None, progress: Progress | None
 ) -> list[tuple[Maps, Maps]]:
     """Returns the maps of the keys and of the values of each layer."""
     merged = model.config.num_kv_heads // config.num_kv_heads
     ropes = [config.layer_attention(layer).rope for layer in range(config.num_layers)]
     if method not in ALIGNED:
-        return [(_plain(config, merged, method, rope), _plain(config, merged, method, None)) for rope in ropes]
+        share = np.full(merged, 1 / merged) if method == "mean" else np.eye(merged)[0]
+        kept = [heads.plain(share, config.num_kv_heads, config.head_dim, rope) for rope in (*ropes, None)]
+        return [(keys, kept[-1]) for keys in kept[:-1]]
     assert rows is not None
     needed, have = merged * config.head_dim, sum(int(batch.count.sum()) for batch in rows)
     if have < needed:
@@ -140,40 +127,40 @@ def _maps(
             f"The text has {have} tokens; {method} needs at least {needed}, head_dim times the {merged} heads that become one, "
             "and better ten times as many."
         )
-    moments = _moments(model, ropes, merged, rows, progress)
-    find = _principal if method == "pca" else _aligned
-    return [(Maps(*find(*k), rope), Maps(*find(*v), None)) for rope, k, v in zip(ropes, *moments, strict=True)]
+    if method == "procrustes":
+        found = _moments(model, model.config, merged, rows, progress)
+        return [
+            (heads.aligned(k, merged, rope), heads.aligned(v, merged, None))
+            for rope, (k, _, v) in zip(ropes, found, strict=True)
+        ]
+    asked = _beside(model, params, [_queries_as_keys(layer) for layer in params["layers"]])
+    found = _moments(asked, model.config, merged, rows, progress)
+    return [_principal(layer, rope, *sums) for layer, rope, sums in zip(params["layers"], ropes, found, strict=True)]
 
 
-def _plain(config: Config, merged: int, method: Method, rope: Rope | None) -> Maps:
-    lanes, width = (1, config.head_dim) if rope is None else (config.head_dim // 2, 1)
-    share = np.full(merged, 1 / merged) if method == "mean" else np.eye(merged)[0]
-    up = np.broadcast_to(np.eye(width), (config.num_kv_heads, lanes, merged, width, width))
-    return Maps(share[:, None, None] * up, up, rope)
+def _principal(
+    weights: dict[str, np.ndarray], rope: Rope | None, k: np.ndarray, q: np.ndarray, v: np.ndarray
+) -> tuple[Maps, Maps]:
+    """Returns principal directions: an error of a key weighs what its queries make of it, one of a value what W_o does."""
+    K, G, H, D = weights["attention.o"].shape
+    outputs = heads.lanes(np.moveaxis(weights["attention.o"].reshape(K * G, H, D), -1, 0), None)
+    of_keys, of_values = (heads.by_group(x, K, K // len(k)) for x in (q, heads.moment(outputs, 1)))
+    return heads.principal(k, of_keys, rope), heads.principal(v, of_values, None)
 
 
-def _moments(
-    model: Model, ropes: list[Rope | None], merged: int, rows: list[Batch], progress: Progress | None
-) -> tuple[list[Pair], list[Pair]]:
-    """Returns for the keys and the values of each layer the second moments of a group's heads, and how much an error weighs.
+def _moments(model: Model, own: Config, merged: int, rows: list[Batch], progress: Progress | None) -> list[list[np.ndarray]]:
+    """Returns the second moments of each layer: of the model's own keys, of what stands behind them, and of its own values.
 
-    An error of a key weighs what its queries make of it, one of a value what W_o does. Moments are the same before and after
-    queries and keys are turned, since at one position all heads turn by the same angle.
+    They are the same before and after queries and keys are turned, since at one position all heads turn by the same angle.
     """
-    params, heads = decoder.gather(model.params, model.config), model.config.num_kv_heads
-    sums: list[Any] = [[0.0, 0.0, 0.0] for _ in ropes]
-    asked = [_queries_as_keys(layer) for layer in params["layers"]]
-    for keys, values in keys_and_values(_beside(model, params, asked), rows, "calibrating", progress):
-        for total, rope, k, v in zip(sums, ropes, keys, values, strict=True):
-            total[0] += _moment(_lanes(k[:, :heads], rope), merged)
-            total[1] += _moment(_lanes(k[:, heads:], rope), 1)
-            total[2] += _moment(_lanes(v[:, :heads], None), merged)
-    of_keys = [(k, _by_group(q, heads, merged)) for k, q, _ in sums]
-    outputs = [
-        np.moveaxis(layer["attention.o"].reshape(-1, *layer["attention.o"].shape[2:]), -1, 0) for layer in params["layers"]
-    ]
-    weights = [_by_group(_moment(_lanes(o, None), 1), heads, merged) for o in outputs]
-    return of_keys, [(v, weight) for (_, _, v), weight in zip(sums, weights, strict=True)]
+    sums: list[Any] = [[0.0, 0.0, 0.0] for _ in range(own.num_layers)]
+    K = own.num_kv_heads
+    for keys, values in keys_and_values(model, rows, "calibrating", progress):
+        for layer, (total, k, v) in enumerate(zip(sums, keys, values, strict=True)):
+            k, v = heads.lanes(k, own.layer_attention(layer).rope), heads.lanes(v, None)
+            for which, (z, together) in enumerate(((k[:, :K], merged), (k[:, K:], 1), (v[:, :K], merged))):
+                total[which] += heads.moment(z, together)
+    return sums
 
 
 def _queries_as_keys(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -187,97 +174,14 @@ def _queries_as_keys(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return made
 
 
-def _moment(z: np.ndarray, merged: int) -> np.ndarray:
-    """Sums z^H z over the tokens of z "S K P W": for each shared head and lane a square of M * W."""
-    tokens, heads, lanes, width = z.shape
-    z = z.reshape(tokens, heads // merged, merged, lanes, width).transpose(1, 3, 0, 2, 4)
-    z = z.reshape(heads // merged, lanes, tokens, merged * width)
-    return z.conj().swapaxes(-1, -2) @ z
-
-
-def _by_group(moment: np.ndarray, heads: int, merged: int) -> np.ndarray:
-    """Returns "K P M W W" from the moments "(K G) P W W" of queries: the sum of those that one old head serves."""
-    summed = moment.reshape(heads, -1, *moment.shape[1:]).sum(axis=1)
-    return summed.reshape(-1, merged, *summed.shape[1:]).swapaxes(1, 2)
-
-
-def _principal(moment: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the directions that hold most of what all heads of a group say, as far as it weighs."""
-    kv_heads, lanes, merged, width, _ = weight.shape
-    sizes, axes = np.linalg.eigh(weight)
-    # What nothing reads keeps a little weight, so that the root can be undone.
-    roots = np.sqrt(sizes + 1e-6 * sizes.max(axis=(2, 3), keepdims=True) + 1e-30)[..., None, :]
-    root, undo = ((axes * by) @ axes.conj().swapaxes(-1, -2) for by in (roots, 1 / roots))
-    blocks = moment.reshape(kv_heads, lanes, merged, width, merged, width)
-    weighed = np.einsum("kpmab,kpmbnc,kpncd->kpmand", root, blocks, root, optimize=True).reshape(moment.shape)
-    found = np.linalg.eigh(weighed)[1][..., -width:].reshape(weight.shape)
-    return root @ found, found.conj().swapaxes(-1, -2) @ undo
-
-
-def _aligned(moment: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns turns of the heads towards their mean (generalised orthogonal Procrustes analysis), beginning at the first."""
-    kv_heads, lanes, merged, width, _ = weight.shape
-    blocks = moment.reshape(kv_heads, lanes, merged, width, merged, width)
-    turns = np.stack([_turn(blocks[:, :, m, :, 0]) for m in range(merged)], axis=2)
-    for _ in range(ROUNDS):
-        before = turns.copy()
-        for m in range(merged):
-            turns[:, :, m] = _turn(np.einsum("kpinj,kpnjv->kpiv", blocks[:, :, m], turns))
-        if np.abs(turns - before).max() < 1e-6:
-            break
-    return turns / merged, turns.conj().swapaxes(-1, -2)
-
-
-def _turn(x: np.ndarray) -> np.ndarray:
-    """Returns the unitary matrix nearest to x."""
-    left, _, right = np.linalg.svd(x)
-    return left @ right
-
-
-# Weights
-
-
-def _lanes(x: np.ndarray, rope: Rope | None) -> np.ndarray:
-    """Returns the last axis, H, as lanes "P W", in double precision."""
-    x = np.asarray(x, np.float64)
-    if rope is None:
-        return x[..., None, :]
-    a, b = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else np.split(x, 2, axis=-1)
-    return (a + 1j * b)[..., None]
-
-
-def _unlaned(z: np.ndarray, rope: Rope | None) -> np.ndarray:
-    if rope is None:
-        return z[..., 0, :]
-    parts = np.real(z[..., 0]), np.imag(z[..., 0])
-    if rope.interleaved:
-        return np.stack(parts, axis=-1).reshape(*z.shape[:-2], -1)
-    return np.concatenate(parts, axis=-1)
-
-
 def _folded(weights: dict[str, np.ndarray], keys: Maps, values: Maps) -> dict[str, np.ndarray]:
     """Returns the weights of a layer with its heads merged."""
     merge = {f"attention.{x}{kind}": maps for x, maps in (("k", keys), ("v", values)) for kind in ("", "_bias")}
-    made = {name: _merged(weights[name], maps) for name, maps in merge.items() if name in weights}
-    made |= {name: _regrouped(weights[name], keys) for name in ("attention.q", "attention.q_bias") if name in weights}
+    made = {name: heads.merged(weights[name], maps) for name, maps in merge.items() if name in weights}
+    made |= {name: heads.regrouped(weights[name], keys) for name in ("attention.q", "attention.q_bias") if name in weights}
     # W_o reads what W_q is asked for: the same axes, with D at the other end.
-    made["attention.o"] = np.moveaxis(_regrouped(np.moveaxis(weights["attention.o"], -1, 0), values), 0, -1)
+    made["attention.o"] = np.moveaxis(heads.regrouped(np.moveaxis(weights["attention.o"], -1, 0), values), 0, -1)
     return weights | {name: x.astype(weights[name].dtype) for name, x in made.items()}
-
-
-def _merged(x: np.ndarray, maps: Maps) -> np.ndarray:
-    """Returns "D K H", or a bias "K H", of the shared heads."""
-    *width, _, H = x.shape
-    z = _lanes(x.reshape(*width, len(maps.down), -1, H), maps.rope)
-    return _unlaned(np.einsum("...kmpw,kpmwv->...kpv", z, maps.down), maps.rope)
-
-
-def _regrouped(x: np.ndarray, maps: Maps) -> np.ndarray:
-    """Returns "D K G H", or a bias "K G H", of the queries of the shared heads, in their old order."""
-    *width, _, G, H = x.shape
-    z = _lanes(x.reshape(*width, len(maps.up), -1, G, H), maps.rope)
-    z = np.einsum("...kmgpw,kpmvw->...kmgpv", z, maps.up.conj())
-    return _unlaned(z, maps.rope).reshape(*width, len(maps.up), -1, H)
 
 
 def _with_random_heads(layers: list[dict[str, Any]], config: Config, seed: int) -> list[dict[str, Any]]:
@@ -306,19 +210,19 @@ def _errors(
     return tuple(Errors(*(float(lost / max(size, 1e-300)) for lost, size in layer)) for layer in sums)
 
 
-def _lost(x: np.ndarray, maps: Maps, heads: int) -> tuple[float, float]:
-    """Returns |z - s up|^2 and |z|^2, summed over tokens, of old heads z followed by shared ones s."""
-    z = _lanes(x, maps.rope)
-    old = z[:, :heads].reshape(len(z), len(maps.up), -1, *z.shape[2:])
-    back = np.einsum("skpv,kpmvw->skmpw", z[:, heads:], maps.up)
+def _lost(x: np.ndarray, maps: Maps, K: int) -> tuple[float, float]:
+    """Returns |z - s up|^2 and |z|^2, summed over tokens, of K old heads z and the shared ones s behind them."""
+    z = heads.lanes(x, maps.rope)
+    old = z[:, :K].reshape(len(z), len(maps.up), -1, *z.shape[2:])
+    back = np.einsum("skpv,kpmvw->skmpw", z[:, K:], maps.up)
     return float((np.abs(old - back) ** 2).sum()), float((np.abs(old) ** 2).sum())
 
 
 def _beside(model: Model, old: Params, new: list[dict[str, Any]]) -> Model:
-    """Returns the model with the shared heads behind its own; no query that counts reads them, so nothing else changes."""
+    """Returns the model with other keys and values behind its own, in KV heads whose queries and outputs are zero."""
     config, more = model.config, new[0]["attention.k"].shape[1]
-    heads = config.num_kv_heads + more
-    wide = dataclasses.replace(config, num_kv_heads=heads, num_heads=heads * config.group_size)
+    count = config.num_kv_heads + more
+    wide = dataclasses.replace(config, num_kv_heads=count, num_heads=count * config.group_size)
 
     def beside(name: str, axes: str, own: dict[str, Any], other: dict[str, Any]) -> np.ndarray:
         x, at = own[name], axes.split().index("K")

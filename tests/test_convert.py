@@ -21,14 +21,14 @@ from tests.test_tokenizer import byte_level
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-TINY = Config(vocab_size=53, num_layers=3, model_dim=20, mlp_dim=28, num_heads=6, num_kv_heads=6, head_dim=8, context_length=64)
+TINY = Config(vocab_size=53, num_layers=2, model_dim=20, mlp_dim=28, num_heads=6, num_kv_heads=6, head_dim=8, context_length=64)
 MIXED = (Attention(window=5, softcap=20.0), Attention(Rope(500.0, interleaved=True), scale=0.3), Attention(rope=None))
 CONFIGS = {
     "one query a head": TINY,
     "two, biases": changed(TINY, num_heads=12, qkv_bias=True, out_bias=True, mlp_bias=True),
     "three, lanes side by side": changed(TINY, num_heads=18, attention=(Attention(Rope(500.0, LinearScaling(2.0), True)),)),
     "no rope": changed(TINY, num_heads=12, attention=(Attention(rope=None),), qkv_bias=True),
-    "windows, softcap, all kinds": changed(TINY, num_heads=12, attention=MIXED, post_norms=True, tied_head=False),
+    "windows, softcap, all kinds": changed(TINY, num_layers=3, num_heads=12, attention=MIXED, post_norms=True, tied_head=False),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 KEPT = [method for method in METHODS if method != "random"]
@@ -125,9 +125,9 @@ def test_heads_that_are_turned_copies_of_each_other_become_one_where_the_mean_wo
 
 
 def test_heads_that_differ_in_size_alone_are_one_principal_direction():
-    model = edited(made(TINY), copied(2, lambda rng, H, rope: rng.uniform(0.5, 2) * np.eye(H)))
-    assert_unchanged(logits(convert(model, 3, "pca", calibration=TEXT).model), logits(model), 3e-6)
-    assert convert(model, 3, "procrustes", calibration=TEXT).errors[0].v > 1e-3
+    model = edited(made(TINY), copied(3, lambda rng, H, rope: rng.uniform(0.5, 2) * np.eye(H)))
+    assert_unchanged(logits(convert(model, 2, "pca", calibration=TEXT).model), logits(model), 3e-6)
+    assert convert(model, 2, "procrustes", calibration=TEXT).errors[0].v > 1e-3
 
 
 @every_config
@@ -148,13 +148,13 @@ def test_as_many_heads_are_the_same_weights(method):
     new, errors = convert(model, 6, method, calibration=TEXT)
     assert new.config == model.config
     assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), new.params, model.params))
-    assert errors == ((0.0, 0.0),) * 3
+    assert errors == ((0.0, 0.0),) * 2
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["random", "pca"])
 def test_dtypes_the_tokenizer_and_all_other_weights_stay(method):
     model = made(changed(TINY, qkv_bias=True), jax.numpy.bfloat16)._replace(tokenizer="its own")
-    new = convert(model, 1, method, calibration=TEXT).model
+    new = convert(model, 2, method, calibration=TEXT if method == "pca" else None).model
     assert new.tokenizer == "its own"
     wanted = decoder.param_shapes(new.config, jax.numpy.bfloat16)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new.params) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
@@ -188,13 +188,13 @@ def test_the_mean_is_of_neighbours_and_keeps_the_lanes_apart():
 
 def test_the_first_of_each_group_is_kept_bit_by_bit():
     model = made(changed(TINY, qk_norm=True))
-    weights, old = convert(model, 2, "first").model.params["layers"][2], model.params["layers"][2]
+    weights, old = convert(model, 2, "first").model.params["layers"][1], model.params["layers"][1]
     np.testing.assert_array_equal(weights["attention.k"], old["attention.k"][:, ::3])
     np.testing.assert_array_equal(weights["attention.v"], old["attention.v"][:, ::3])
 
 
 def test_random_heads_follow_the_seed():
-    model = made(changed(TINY, qkv_bias=True))
+    model = made(CONFIGS["two, biases"])
     draws = [convert(model, 2, "random", seed=seed).model.params["layers"] for seed in (1, 1, 2)]
     keys = [layers[0]["attention.k"] for layers in draws]
     np.testing.assert_array_equal(keys[0], keys[1])
@@ -202,7 +202,7 @@ def test_random_heads_follow_the_seed():
     assert np.abs(draws[0][1]["attention.k"] - keys[0]).max() > 0.1
     assert not draws[0][0]["attention.k_bias"].any()
     np.testing.assert_array_equal(
-        draws[0][0]["attention.q"].reshape(20, 6, 8), model.params["layers"][0]["attention.q"][:, :, 0]
+        draws[0][0]["attention.q"].reshape(20, 12, 8), model.params["layers"][0]["attention.q"].reshape(20, 12, 8)
     )
 
 
@@ -242,7 +242,7 @@ def test_what_is_lost_is_what_the_formulas_lose(method):
 
 
 def test_turning_loses_less_than_the_mean_and_principal_directions_lose_least():
-    model = made(changed(TINY, num_heads=12))
+    model = made(CONFIGS["two, biases"])
     first, mean, turned, principal = (
         np.mean(convert(model, 2, method, calibration=TEXT).errors, axis=0) for method in KEPT[1::-1] + KEPT[2:]
     )
@@ -251,15 +251,18 @@ def test_turning_loses_less_than_the_mean_and_principal_directions_lose_least():
     assert (mean < first).all()
 
 
-def test_principal_directions_spend_nothing_on_what_nothing_reads():
+@every_config
+def test_principal_directions_spend_nothing_on_what_nothing_reads(config):
     def unread(weights, how, layer):
-        weights["attention.q"][:, 1::2] = 0
-        weights["attention.q_bias"][1::2] = 0
-        weights["attention.o"][1::2] = 0
+        for head in (1, 2, 3, 5):  # Of the group 0, 1, 2 the first is read, of 3, 4, 5 the second.
+            weights["attention.q"][:, head] = 0
+            weights["attention.o"][head] = 0
+            if "attention.q_bias" in weights:
+                weights["attention.q_bias"][head] = 0
 
-    model = edited(made(changed(TINY, num_heads=12, qkv_bias=True, attention=MIXED)), unread)
-    assert_unchanged(logits(convert(model, 3, "pca", calibration=TEXT).model), logits(model), 1e-4)
-    assert np.abs(logits(convert(model, 3, "mean").model) - logits(model)).max() > 1e-2
+    model = edited(made(config), unread)
+    assert_unchanged(logits(convert(model, 2, "pca", calibration=TEXT).model), logits(model), 1e-4)
+    assert np.abs(logits(convert(model, 2, "mean").model) - logits(model)).max() > 1e-2
 
 
 def test_a_model_that_norms_its_keys_is_measured_with_the_norm():
@@ -268,7 +271,7 @@ def test_a_model_that_norms_its_keys_is_measured_with_the_norm():
     one = edited(model, copied(3))
     assert_unchanged(logits(new), logits(one))
     assert errors[0].k > 0.5
-    assert convert(one, 2, "mean", calibration=TEXT).errors[2].k < 1e-10
+    assert convert(one, 2, "mean", calibration=TEXT).errors[1].k < 1e-10
 
 
 # Texts
@@ -285,12 +288,13 @@ def surprise(model, rows):
 
 
 def test_the_nll_foresees_every_token_but_the_first_once():
-    model = made(changed(TINY, num_heads=12))
-    rows = [TEXT[start : start + 7] for start in range(0, 44, 6)]
+    model = made(TINY)
+    ids = TEXT[:46]
+    rows = [ids[start : start + 7] for start in range(0, 44, 6)]
     assert [row[0] for row in rows[1:]] == [row[-1] for row in rows[:-1]]
     expected, foreseen = surprise(model, rows)
-    assert foreseen == len(TEXT[:46]) - 1
-    assert negative_log_likelihood(model, TEXT[:46], length=7) == pytest.approx(expected, rel=1e-5)
+    assert foreseen == 45
+    assert negative_log_likelihood(model, ids, length=7) == pytest.approx(expected, rel=1e-5)
     assert negative_log_likelihood(model, [TEXT[:5], TEXT[5:9]]) == pytest.approx(
         surprise(model, [TEXT[:5], TEXT[5:9]])[0], 1e-5
     )
@@ -321,15 +325,21 @@ def test_a_model_on_a_mesh_is_converted_where_it_lies():
     model = made(changed(TINY, num_heads=6, num_kv_heads=3, qkv_bias=True))
     texts = [TEXT, TEXT[:70]]
     expected, errors = convert(model, 1, "pca", calibration=texts)
-    nll = [negative_log_likelihood(x, texts) for x in (model, expected)]
-    for how in ({"tp": 2}, {"tp": 4, "policy": "split", "data": 2}):
-        mesh = gqa_jax.make_mesh(model.config, **how)
-        placed = model._replace(params=gqa_jax.place(model.params, model.config, mesh))
-        new, found = convert(placed, 1, "pca", calibration=texts)
-        assert new.placement == mesh
-        np.testing.assert_allclose(found, errors, rtol=1e-4)
-        assert_unchanged(logits(new), logits(expected), 1e-4)
-        assert [negative_log_likelihood(x, texts) for x in (placed, new)] == pytest.approx(nll, rel=1e-4)
+    mesh = gqa_jax.make_mesh(model.config, tp=2)
+    placed = model._replace(params=gqa_jax.place(model.params, model.config, mesh))
+    new, found = convert(placed, 1, "pca", calibration=texts)
+    assert new.placement == mesh
+    np.testing.assert_allclose(found, errors, rtol=1e-4)
+    assert_unchanged(logits(new), logits(expected), 1e-4)
+    assert negative_log_likelihood(new, texts) == pytest.approx(negative_log_likelihood(expected, texts), rel=1e-4)
+
+
+def test_a_text_is_read_on_a_mesh_that_cuts_rows_and_slots():
+    model = made(changed(TINY, num_heads=6, num_kv_heads=3, qkv_bias=True))
+    mesh = gqa_jax.make_mesh(model.config, tp=4, data=2, policy="split")
+    placed = model._replace(params=gqa_jax.place(model.params, model.config, mesh))
+    found, expected = (convert(x, 1, "mean", calibration=TEXT).errors for x in (placed, model))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 def test_a_mesh_of_explicit_axes_reads_the_same_text():
@@ -410,14 +420,14 @@ def test_the_command_converts_measures_and_writes(run, folder):
     assert (code, err, out.count("\n")) == (0, "", 1)
     assert (facts["method"], facts["kv_heads"]) == ("pca", [6, 2])
     assert (facts["calibration_tokens"], facts["evaluation_tokens"]) == (300, 320)
-    assert facts["cache_bytes_per_token"] == [2 * 3 * heads * 8 * 4 for heads in (6, 2)]
+    assert facts["cache_bytes_per_token"] == [2 * 2 * heads * 8 * 4 for heads in (6, 2)]
     assert facts["evaluation"].endswith("text, behind the calibration tokens")
     ids = list(("In the beginning was the word. " * 20).encode())[300:]
     models = [gqa_jax.load(folder / name) for name in ("model", "new")]
     # The alphabet of the tokenizer is sorted, so that a byte is not its own id.
     ids = models[0].tokenizer.encode("In the beginning was the word. " * 20)[300:]
     assert facts["nll"] == pytest.approx([negative_log_likelihood(model, ids) for model in models], rel=1e-5)
-    assert len(facts["errors"]) == 3
+    assert len(facts["errors"]) == 2
 
 
 def test_the_command_says_what_it_did(run, folder):
@@ -426,7 +436,7 @@ def test_the_command_says_what_it_did(run, folder):
     assert "6 KV heads become 1 by mean" in out
     assert "nats per token" in out
     assert "measured on 31 tokens of" in out
-    assert "cache 1.2 kB (1.1 KiB) per token before, 192 B after" in out
+    assert "cache 768 B per token before, 128 B after" in out
     code, out, err = run(folder / "model", "--num-kv-heads", 2, "--calibration", folder / "text", "--out", folder / "other new")
     assert code == 0
     assert "share of K and V that is lost, by layer" in out
