@@ -68,6 +68,7 @@ def convert(
             keys, which the last two cannot turn.
     """
     old, config = model.config, converted(model.config, num_kv_heads, method, calibrated=calibration is not None)
+    seed = whole("seed", seed, 0, 2**32 - 1)
     rows = None if calibration is None else batches(model, calibration)  # pyright: ignore[reportArgumentType]
     if config == old:
         return Conversion(model, None if rows is None else (Errors(0.0, 0.0),) * old.num_layers)
@@ -187,7 +188,7 @@ def _folded(weights: dict[str, np.ndarray], keys: Maps, values: Maps) -> dict[st
 def _with_random_heads(layers: list[dict[str, Any]], config: Config, seed: int) -> list[dict[str, Any]]:
     """Returns the layers with keys and values as `init_params` makes them."""
     small = dataclasses.replace(config, vocab_size=1, mlp_dim=1)
-    fresh = decoder.init_params(small, jax.random.key(seed))["layers"]
+    fresh = decoder.init_params(small, jax.random.key(np.uint32(seed)))["layers"]
     names = [f"attention.{x}{kind}" for x in "kv" for kind in ("", "_bias")]
     return [
         layer | {name: np.asarray(own[name]).astype(layer[name].dtype) for name in names if name in layer}

@@ -195,7 +195,7 @@ def test_the_first_of_each_group_is_kept_bit_by_bit():
 
 def test_random_heads_follow_the_seed():
     model = made(CONFIGS["two, biases"])
-    draws = [convert(model, 2, "random", seed=seed).model.params["layers"] for seed in (1, 1, 2)]
+    draws = [convert(model, 2, "random", seed=seed).model.params["layers"] for seed in (1, 1, 2**32 - 1)]
     keys = [layers[0]["attention.k"] for layers in draws]
     np.testing.assert_array_equal(keys[0], keys[1])
     assert np.abs(keys[0] - keys[2]).max() > 0.1
@@ -372,6 +372,11 @@ def test_a_mesh_of_explicit_axes_reads_the_same_text():
 def test_what_cannot_be_converted_is_refused(unchecked, config, heads, method, text, message):
     with pytest.raises(ValueError, match=message):
         convert(made(config), heads, method, calibration=text)
+
+
+def test_a_seed_beyond_32_bits_is_refused():
+    with pytest.raises(ValueError, match="seed is 4294967296; it must be at least 0 and at most 4294967295"):
+        convert(made(TINY), 2, "random", seed=2**32)
 
 
 def test_a_row_of_one_token_is_refused():

@@ -41,32 +41,21 @@ def run(options: argparse.Namespace) -> None:
     with bars(options.json) as progress:
         model = gqa_jax.load(options.model, dtype=options.dtype, progress=progress)
         calibration, evaluation = _ids(model, texts, options)
-
-        def measured(model: Any) -> float | None:
-            return negative_log_likelihood(model, evaluation, progress=progress) if len(evaluation) > 1 else None
-
-        before = measured(model)
-        made, errors = convert(
-            model,
-            options.num_kv_heads,
-            options.method,
-            calibration=calibration or None,
-            seed=options.seed,
-            progress=progress,
-        )
-        after = measured(made)
+        how = {"calibration": calibration or None, "seed": options.seed, "progress": progress}
+        made, errors = convert(model, options.num_kv_heads, options.method, **how)
+        nll = [negative_log_likelihood(x, evaluation, progress=progress) for x in (model, made) if len(evaluation) > 1]
         gqa_jax.save(made, options.out, progress)
     facts = {
         "model": options.model,
         "out": options.out,
         "method": options.method,
-        "kv_heads": [model.config.num_kv_heads, made.config.num_kv_heads],
-        "cache_bytes_per_token": [_bytes_per_token(one) for one in (model, made)],
+        "kv_heads": [x.config.num_kv_heads for x in (model, made)],
+        "cache_bytes_per_token": [_bytes_per_token(x) for x in (model, made)],
         "calibration_tokens": len(calibration),
         "evaluation": options.evaluation or (options.calibration and f"{options.calibration}, behind the calibration tokens"),
         "evaluation_tokens": len(evaluation),
-        "nll": [before, after],
-        "errors": None if errors is None else [layer._asdict() for layer in errors],
+        "nll": nll or None,
+        "errors": errors and [layer._asdict() for layer in errors],
     }
     if options.json:
         print(json.dumps(facts))
@@ -128,10 +117,10 @@ def _report(facts: dict[str, Any]) -> None:
         table.add_row("mean", *(f"{lost:.4f}" for lost in mean))
         Console(soft_wrap=True).print(table)
         print(f"calibrated with {facts['calibration_tokens']:,} tokens")
-    before, after = facts["nll"]
-    if before is None:
+    if facts["nll"] is None:
         print("NLL was not measured: that takes --evaluation FILE, or a text for --calibration.")
     else:
+        before, after = facts["nll"]
         print(f"NLL {before:.3f} before, {after:.3f} after, nats per token")
         print(f"measured on {facts['evaluation_tokens']:,} tokens of {facts['evaluation']}")
     print("cache {} per token before, {} after".format(*map(in_units, facts["cache_bytes_per_token"])))
