@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gqa_jax.commands.terminal import add_dtype, add_model, bars, count, in_units, look
+from gqa_jax.commands.terminal import add_dtype, bars, count, in_units, look
 
 METHODS = ("mean", "first", "random", "procrustes", "pca")
 
@@ -17,11 +17,11 @@ def add(commands: Any) -> None:
     """Declares the command and its arguments."""
     what = commands.add_parser("convert", help="give a checkpoint fewer KV heads", description="Merges KV heads.")
     what.set_defaults(command=run)
-    add_model(what, "model")
+    what.add_argument("model", metavar="MODEL", help="as for generate")
     what.add_argument(
         "--num-kv-heads", type=count, required=True, metavar="G", help="KV heads to keep; a divisor of the model's"
     )
-    what.add_argument("--method", choices=METHODS, help="(pca with --calibration, if the model's keys allow it; else mean)")
+    what.add_argument("--method", choices=METHODS, help="how (pca with --calibration, if the model's keys allow it; else mean)")
     what.add_argument("--calibration", metavar="FILE", help="a text in UTF-8, which procrustes and pca need")
     what.add_argument("--calibration-tokens", type=count, default=4096, metavar="N", help="of it to read (%(default)s)")
     what.add_argument("--evaluation", metavar="FILE", help="a text to measure NLL on (what follows in that of --calibration)")
