@@ -265,3 +265,17 @@ def test_transformers_opens_smollm2_that_is_saved_and_writes_the_same_text(smoll
         text = tokenizer.decode(theirs.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :])
     np.testing.assert_allclose(uncached_logits(smollm2, inputs.input_ids.numpy().astype(np.int32)), logits, rtol=0, atol=2e-3)
     assert gqa_jax.generate(smollm2, "The capital of France is", max_new_tokens=8).text == [text]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, llama3 rope", "llama, biases", "mistral", "qwen2"])
+def test_a_converted_checkpoint_agrees_with_transformers(name, tmp_path):
+    config = CONFIGS[name]
+    save(config, tmp_path / "model")
+    tokens = tokens_of(config)
+    model = gqa_jax.load(tmp_path / "model")
+    new, errors = gqa_jax.convert.convert(model, 1, "pca", calibration=list(tokens))
+    gqa_jax.save(new, tmp_path / "new")
+    theirs = oracle_logits(tokens, tmp_path / "new")
+    assert_agree(uncached_logits(gqa_jax.load(tmp_path / "new"), tokens), theirs)
+    assert np.abs(theirs - oracle_logits(tokens, tmp_path / "model")).max() > 1e-2
+    assert all(0 < lost < 1 for layer in errors for lost in layer)
