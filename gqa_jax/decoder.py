@@ -14,7 +14,6 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
@@ -22,7 +21,16 @@ from jaxtyping import Array, Float, Int, Integer
 from gqa_jax import cache as kv
 from gqa_jax.cache import KVCache
 from gqa_jax.config import Config
-from gqa_jax.layer import Tokens, add_bias, attention, attention_axes, norm, place_tokens
+from gqa_jax.layer import (
+    Tokens,
+    add_bias,
+    attention,
+    attention_axes,
+    check_cache,
+    check_new,
+    norm,
+    place_tokens,
+)
 from gqa_jax.sharding import Placement, on_mesh_of, placement_of, to_host
 
 Params = dict[str, Any]
@@ -208,16 +216,8 @@ def hidden_states(
     Its arguments are those of `forward`.
     """
     _check(params, tokens, cache, config)
-    if count is not None:
-        _check_count(count, tokens)
-    if segments is not None:
-        _check_segments(segments, tokens, cache)
-        segments = jnp.asarray(segments, jnp.int32)
-    if cache is not None:
-        kv.check_room(cache, tokens.shape[1] if count is None else count)
-    # A narrower id could not be compared with the size of the vocabulary.
-    tokens, most = jnp.asarray(tokens, jnp.int32), jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
-    count = most if count is None else jnp.clip(jnp.asarray(count, jnp.int32), 0, most)
+    count, segments = check_new(tokens.shape[0], tokens.shape[1], cache, count, segments)
+    tokens = jnp.asarray(tokens, jnp.int32)  # A narrower id could not be compared with the size of the vocabulary.
     placement = params.get("placement")
     if placement is None:
         return _layers(params, tokens, count, segments, cache, config, None, remat)
@@ -308,44 +308,8 @@ def _check(params: Params, tokens: Array, cache: KVCache | None, config: Config)
     have = (len(params["layers"]), *params["layers"][0]["attention.q"].shape[1:])
     if have != (config.num_layers, *heads):
         raise ValueError(f"The parameters have (layers, K, G, H) = {have}, the config {(config.num_layers, *heads)}.")
-    if cache is None:
-        return
-    if (len(cache.k), cache.k[0].shape[0]) != (config.num_layers, tokens.shape[0]):
-        raise ValueError(
-            f"The cache has {len(cache.k)} layers and {cache.k[0].shape[0]} rows; "
-            f"the config has {config.num_layers} layers and there are {tokens.shape[0]} rows of tokens."
-        )
-    for layer, kept in enumerate(cache.windows):
-        own = config.layer_attention(layer).window
-        if kept is not None and (own is None or own > kept):
-            raise ValueError(
-                f"The cache keeps the last {kept} tokens in layer {layer}; the config sees {own or 'all'} of them."
-            )
-    if cache.placement != placement:
-        raise ValueError(
-            f"The parameters lie on {placement or 'no mesh'} and the cache on {cache.placement or 'no mesh'}; make the cache "
-            "with gqa_jax.init_cache(..., mesh=params['placement'])."
-        )
-
-
-def _check_count(count: Array, tokens: Array) -> None:
-    rows, most = tokens.shape
-    if count.shape != (rows,) or not jnp.issubdtype(count.dtype, jnp.integer):
-        raise ValueError(
-            f"count has shape {count.shape} and dtype {count.dtype}; it must be one integer for each of {rows} rows."
-        )
-    if not isinstance(count, Tracer) and not (count.min() >= 0 and count.max() <= most):
-        raise ValueError(f"count goes from {count.min()} to {count.max()}; of {most} tokens a row keeps from 0 to {most}.")
-
-
-def _check_segments(segments: Array, tokens: Array, cache: KVCache | None) -> None:
     if cache is not None:
-        raise ValueError("segments and a cache were given; a cache holds one text in each row, so leave one of the two out.")
-    if segments.shape != tokens.shape or not jnp.issubdtype(segments.dtype, jnp.integer):
-        raise ValueError(
-            f"segments has shape {segments.shape} and dtype {segments.dtype}; it must be one integer for each of the tokens, "
-            f"{tokens.shape}."
-        )
+        check_cache(cache, tokens.shape[0], config, placement)
 
 
 def _embed(

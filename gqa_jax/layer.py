@@ -4,13 +4,16 @@ The decoder runs it for each of its layers, and the Flax modules wrap it. Weight
 the code below is what one device does with its own heads, under `jax.shard_map`.
 """
 
-from functools import reduce
+import dataclasses
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Integer
 
 from gqa_jax import cache as kv
 from gqa_jax.attention import Part, Reading, add_sinks, attend, attend_filled, causal_mask, merge
@@ -47,11 +50,13 @@ class Tokens(NamedTuple):
     texts: Int[Array, "B T"] | None = None
 
 
-class Dropout(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dropout:
     """A part `rate` of the attention's weights is left out, as `key` draws (arXiv:1207.0580)."""
 
-    key: Key[Array, ""]
-    rate: float
+    key: Array
+    rate: float = dataclasses.field(metadata={"static": True})
 
 
 def place_tokens(
@@ -96,6 +101,69 @@ def attention(
     # BTKGH, KGHD -> BTD: an einsum would contract in another order than the weight's own, and transpose it.
     mixed = jnp.tensordot(out.transpose(0, 3, 1, 2, 4), weights["attention.o"], axes=3)
     return add_bias(mixed if placement is None else placement.total(mixed), weights, "attention.o_bias"), cache
+
+
+def self_attention(
+    x: Float[Array, "B T D"],
+    weights: Weights,
+    cache: KVCache | None,
+    config: Config,
+    *,
+    count: Integer[Array, " B"] | None = None,
+    segments: Integer[Array, "B T"] | None = None,
+    dropout: Dropout | None = None,
+    placement: Placement | None = None,
+) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    """Returns what `attention` does for a layer that stands alone, checked, and the cache with the tokens counted.
+
+    On a mesh the weights come whole; they are padded where their heads do not divide.
+
+    Raises:
+        ValueError: what is not of the config's shape, does not fit into the cache, or does not go with one.
+    """
+    if x.ndim != 3 or x.shape[2] != config.model_dim:
+        raise ValueError(f"x has shape {x.shape}; it must be batch by length by in_features, which is {config.model_dim}.")
+    if dropout is not None and cache is not None:
+        raise ValueError("dropout_key and a cache were given; dropout is for training without a cache.")
+    kv.check_batch(x.shape[0], placement)
+    if cache is not None:
+        check_cache(cache, x.shape[0], config, placement)
+    count, segments = check_new(x.shape[0], x.shape[1], cache, count, segments)
+    if placement is None:
+        return _alone(x, weights, count, segments, cache, dropout, config)
+    return _alone_on_mesh(x, weights, count, segments, cache, dropout, config, placement)
+
+
+def _alone(x, weights, count, segments, cache, dropout, config, placement=None):
+    tokens = place_tokens(x.shape[0], x.shape[1], count, cache, segments)
+    y, cache = attention(x, weights, tokens, cache, 0, config, placement, dropout)
+    return y, None if cache is None else dataclasses.replace(cache, length=cache.length + count)
+
+
+@partial(jax.jit, static_argnames=("config", "placement"))
+def _alone_on_mesh(x, weights, count, segments, cache, dropout, config, placement):
+    axes, rows = attention_axes(config), placement.spec("B")
+
+    def run(x, weights, count, segments, cache, key):
+        # Each device has heads and rows of its own, and so a key of its own.
+        own = None if key is None else Dropout(jax.random.fold_in(key, placement.device()), dropout.rate)
+        return _alone(x, weights, count, segments, cache, own, config, placement)
+
+    kept, texts = None if cache is None else kv.cache_specs(cache), None if segments is None else rows
+    specs = {name: placement.spec(axes[name]) for name in weights}
+    return jax.shard_map(
+        run,
+        mesh=placement.mesh,
+        in_specs=(rows, specs, rows, texts, kept, PartitionSpec()),
+        out_specs=(rows, kept),
+    )(
+        placement.moved(x, "B T D"),
+        {name: placement.padded_to_fit(weight, axes[name]) for name, weight in weights.items()},
+        placement.moved(count, "B"),
+        None if segments is None else placement.moved(segments, "B T"),
+        cache,
+        None if dropout is None else dropout.key,
+    )
 
 
 def norm(x: Float[Array, "*any D"], weight: Float[Array, " D"], config: Config) -> Float[Array, "*any D"]:
@@ -144,7 +212,7 @@ def _attend_new(
     kept = None
     if dropout is not None:
         drawn = jax.random.bernoulli(dropout.key, 1 - dropout.rate, (*q.shape[:4], k.shape[2]))
-        kept = drawn / np.float32(1 - dropout.rate)
+        kept = drawn.astype(jnp.float32) / np.float32(1 - dropout.rate)
     return attend(q, k, v, mask[:, None, None], scale=reading.scale, softcap=reading.softcap, kept=kept)
 
 
@@ -193,3 +261,66 @@ def _read(
     found = jax.lax.all_to_all(found, group, split_axis=2, concat_axis=2)
     parts = [Part(found[:, :, i, ..., :-1], found[:, :, i, ..., -1]) for i in range(stride)]
     return reduce(merge, parts)
+
+
+def check_new(
+    rows: int, length: int, cache: KVCache | None, count: Array | None, segments: Array | None
+) -> tuple[Int[Array, " B"], Int[Array, "B T"] | None]:
+    """Returns `count` and `segments` of new tokens as int32, once it is sure that they can be.
+
+    Raises:
+        ValueError: counts that are not one for each row, from 0 to `length`; more than there is room for; segments that are
+            not one for each token, or beside a cache.
+    """
+    if count is not None:
+        _check_count(count, rows, length)
+    if segments is not None:
+        if cache is not None:
+            raise ValueError("segments and a cache were given; a cache holds one text in each row, so leave one of them out.")
+        _check_segments(segments, (rows, length))
+        segments = jnp.asarray(segments, jnp.int32)
+    if cache is not None:
+        kv.check_room(cache, length if count is None else count)
+    most = jnp.full(rows, length, jnp.int32)
+    return most if count is None else jnp.clip(jnp.asarray(count, jnp.int32), 0, most), segments
+
+
+def check_cache(cache: KVCache, rows: int, config: Config, placement: Placement | None) -> None:
+    """Refuses a cache that is not the config's.
+
+    Raises:
+        ValueError: other layers, heads, rows or windows, or another mesh.
+    """
+    if cache.placement != placement:
+        raise ValueError(
+            f"The parameters lie on {placement or 'no mesh'} and the cache on {cache.placement or 'no mesh'}; make the cache "
+            "with gqa_jax.init_cache(..., mesh=params['placement'])."
+        )
+    heads = kv.cache_shape(config, 1, 1, placement)[1::2]
+    have = (len(cache.k), *cache.k[0].shape[:2], cache.k[0].shape[3])
+    want = (config.num_layers, rows, *heads)
+    if have != want:
+        raise ValueError(f"The cache has (layers, rows, KV heads, width) = {have}; the config and what is new have {want}.")
+    for layer, kept in enumerate(cache.windows):
+        own = config.layer_attention(layer).window
+        if kept is not None and (own is None or own > kept):
+            raise ValueError(
+                f"The cache keeps the last {kept} tokens in layer {layer}; the config sees {own or 'all'} of them."
+            )
+
+
+def _check_count(count: Array, rows: int, most: int) -> None:
+    if count.shape != (rows,) or not jnp.issubdtype(count.dtype, jnp.integer):
+        raise ValueError(
+            f"count has shape {count.shape} and dtype {count.dtype}; it must be one integer for each of {rows} rows."
+        )
+    if not isinstance(count, Tracer) and not (count.min() >= 0 and count.max() <= most):
+        raise ValueError(f"count goes from {count.min()} to {count.max()}; of {most} tokens a row keeps from 0 to {most}.")
+
+
+def _check_segments(segments: Array, shape: tuple[int, int]) -> None:
+    if segments.shape != shape or not jnp.issubdtype(segments.dtype, jnp.integer):
+        raise ValueError(
+            f"segments has shape {segments.shape} and dtype {segments.dtype}; it must be one integer for each of the tokens, "
+            f"{shape}."
+        )

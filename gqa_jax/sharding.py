@@ -272,6 +272,22 @@ class Placement:
         move = jax.sharding.reshard if isinstance(array, Tracer) else jax.device_put
         return move(array, self.sharding(letters))
 
+    def padded_to_fit(self, array: Array, letters: str) -> Array:
+        """Pads an array inside `jit` with zeros where its axes are cut unevenly, and brings it where its axes belong."""
+        wide = [(0, self.padded(letter, size) - size) for letter, size in zip(letters.split(), array.shape, strict=True)]
+        if any(more for _, more in wide):
+            array = jnp.pad(self.moved(array, " ".join("_" for _ in wide)), wide)
+        return self.moved(array, letters)
+
+    def rules(self, config: Config | None = None) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
+        """Returns the axes of the mesh for each letter, in the form of Flax's logical rules.
+
+        With a config, letters whose size does not divide have none: an array that is not padded stays whole there.
+        """
+        sizes = {} if config is None else {"K": config.num_kv_heads, "G": config.group_size, "F": config.mlp_dim}
+        whole = {letter for letter, size in sizes.items() if size % self.parts(letter)}
+        return tuple((letter, None if letter in whole else self.axes(letter) or None) for letter in "BTDKGHFV")
+
     # What follows is for one device's part of the work, under `jax.shard_map`.
 
     def total(self, x: Array) -> Array:
@@ -282,6 +298,10 @@ class Placement:
         """Returns which part of an axis this device has."""
         axes = self.axes(letter)
         return jax.lax.axis_index(axes) if axes else jnp.int32(0)
+
+    def device(self) -> Int[Array, ""]:
+        """Returns the number of this device in the mesh."""
+        return jax.lax.axis_index(self.mesh.axis_names)
 
     def is_real(self, config: Config, kv_heads: int, group_size: int) -> Bool[Array, "K G"] | None:
         """Marks the query heads of this device that are no padding; None where none is."""

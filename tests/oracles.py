@@ -72,8 +72,7 @@ def forward(params, tokens, config, round_kv=lambda x: x) -> np.ndarray:
     x = _wide(params["embedding"])[tokens] * scale
     for layer, stored in enumerate(params["layers"]):
         weights = {name: _wide(weight) for name, weight in stored.items()}
-        how = config.attention[layer % len(config.attention)]
-        mixed = _attend(_norm(x, weights["attention.norm"], config), weights, positions, how, config, round_kv)
+        mixed = attend(_norm(x, weights["attention.norm"], config), weights, positions, config, layer, round_kv)
         x = x + (_norm(mixed, weights["attention.post_norm"], config) if config.post_norms else mixed)
         made = _mlp(_norm(x, weights["mlp.norm"], config), weights, config)
         x = x + (_norm(made, weights["mlp.post_norm"], config) if config.post_norms else made)
@@ -91,7 +90,10 @@ def _norm(x, weight, config):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * weight
 
 
-def _attend(x, weights, positions, how, config, round_kv):
+def attend(x, weights, positions, config, layer=0, round_kv=lambda x: x) -> np.ndarray:
+    """Returns what one attention layer makes of x (B, T, D) at these positions."""
+    how = config.attention[layer % len(config.attention)]
+
     def project(name, heads):
         made = x @ weights[f"attention.{name}"].reshape(x.shape[-1], -1)
         if config.qkv_bias:

@@ -473,7 +473,7 @@ def test_texts_that_share_a_row_know_nothing_of_each_other(config, tp):
 
 def test_segments_that_cannot_be_are_refused(unchecked):
     params, tokens = weights(PLAIN), ids(2, 5)
-    with pytest.raises(ValueError, match="leave one of the two out"):
+    with pytest.raises(ValueError, match="leave one of them out"):
         decoder.forward(params, tokens, init_cache(PLAIN, 2, 5), PLAIN, segments=jnp.zeros((2, 5), jnp.int32))
     for bad in (jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, 5))):
         with pytest.raises(ValueError, match="one integer for each of the tokens"):

@@ -12,20 +12,28 @@ import gqa_jax
 
 HOUSE = pathlib.Path(gqa_jax.__file__).parent
 ROOF = {"__init__", "__main__", "checkpoint", "commands", "export"}
+DECODER = {"config", "attention", "rope", "sharding", "cache", "layer"}
+REQUEST = DECODER | {"decoder", "sampling", "loop"}
 MAY_IMPORT = {
     "config": set(),
     "attention": set(),
     "rope": {"config"},
     "sampling": set(),
     "sharding": {"config"},
+    "heads": {"config"},
     "cache": {"config", "attention", "sharding"},
-    "layer": {"config", "attention", "rope", "sharding", "cache"},
-    "decoder": {"config", "attention", "rope", "sharding", "cache", "layer"},
-    "loop": {"config", "attention", "rope", "sampling", "sharding", "cache", "layer", "decoder"},
-    "request": {"config", "attention", "rope", "sampling", "sharding", "cache", "layer", "decoder", "loop"},
-    "generate": {"config", "attention", "rope", "sampling", "sharding", "cache", "layer", "decoder", "loop", "request"},
+    "layer": DECODER - {"layer"},
+    "decoder": DECODER,
+    "loop": DECODER | {"decoder", "sampling"},
+    "request": REQUEST,
+    "generate": REQUEST | {"request"},
+    "modules": DECODER | {"decoder"},
+    "linen": DECODER | {"decoder", "modules"},
+    "nnx": REQUEST | {"request", "modules"},
+    "calibrate": REQUEST | {"request"},
+    "convert": REQUEST | {"request", "calibrate", "heads"},
     "devices": set(),
-    "planner": {"config", "attention", "rope", "sharding", "cache", "layer", "decoder", "devices"},
+    "planner": DECODER | {"decoder", "devices"},
     "distributed": set(),
     "recipe": set(),
     "data": set(),

@@ -100,8 +100,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         ValueError: there is something already.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is there already, and is no empty folder; choose another name, or remove it first.")
+    check_new(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".save-", dir=path.parent, ignore_cleanup_errors=True) as temp:
         inside = Path(temp, path.name)  # Made here, so that it has the rights of any new folder, and not of a secret one.
@@ -110,6 +109,16 @@ def new_folder(path: Path) -> Iterator[Path]:
         with contextlib.suppress(FileNotFoundError):
             path.rmdir()
         os.replace(inside, path)
+
+
+def check_new(path: Path) -> None:
+    """Refuses a path where there is something already.
+
+    Raises:
+        ValueError: there is.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is there already, and is no empty folder; choose another name, or remove it first.")
 
 
 def in_files(tensors: Mapping[str, Tensor], most: int = MOST_BYTES) -> dict[str, dict[str, Tensor]]:
