@@ -68,6 +68,8 @@ def _surprise(params: Params, tokens: Int[Array, "B T"], count: Int[Array, " B"]
 def batches(model: Model, texts: Prompt | list[Prompt], length: int = LENGTH) -> list[Batch]:
     """Returns the rows of texts, as `negative_log_likelihood` reads them, as many at a time as the model's mesh asks for."""
     length = min(whole("The length", length, 2), model.config.context_length)
+    if len(texts) == 0:
+        raise ValueError("The text is empty; give one of two tokens at least.")
     tokenizer = model.tokenizer
     bos = tokenizer.bos_id if getattr(tokenizer, "add_bos", False) else None
     rows = [row for ids in ids_of(model, texts, None) for row in _rows(ids, length, bos)]

@@ -132,6 +132,9 @@ class Config:
         object.__setattr__(self, "attention", tuple(self.attention))
         if not self.attention:
             raise ValueError("attention is empty; it needs at least one record.")
+        for record in self.attention:
+            if not isinstance(record, Attention):
+                raise ValueError(f"attention holds {record!r}; each must be a gqa_jax.Attention.")
         if self.head_dim % 2 and any(attention.rope for attention in self.attention):
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding turns pairs of lanes, so it must be even.")
         if self.activation not in ("silu", "gelu_tanh"):

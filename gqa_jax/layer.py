@@ -273,8 +273,10 @@ def check_new(
             not one for each token, or beside a cache.
     """
     if count is not None:
+        count = jnp.asarray(count)
         _check_count(count, rows, length)
     if segments is not None:
+        segments = jnp.asarray(segments)
         if cache is not None:
             raise ValueError("segments and a cache were given; a cache holds one text in each row, so leave one of them out.")
         _check_segments(segments, (rows, length))
@@ -289,8 +291,11 @@ def check_cache(cache: KVCache, rows: int, config: Config, placement: Placement 
     """Refuses a cache that is not the config's.
 
     Raises:
+        TypeError: no cache.
         ValueError: other layers, heads, rows or windows, or another mesh.
     """
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"The cache is a {type(cache).__name__}; it must be what init_cache made or an earlier call returned.")
     if cache.placement != placement:
         raise ValueError(
             f"The parameters lie on {placement or 'no mesh'} and the cache on {cache.placement or 'no mesh'}; make the cache "

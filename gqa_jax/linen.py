@@ -58,8 +58,7 @@ class GroupedQueryAttention(nn.Module):
 
     def init_cache(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
         """Returns an empty cache with room for `capacity` tokens in each of `batch` rows; see `gqa_jax.init_cache`."""
-        dtype = dtype or self.dtype or self.param_dtype
-        return kv.init_cache(self.config, batch, capacity, dtype, mesh=self.mesh)
+        return kv.init_cache(self.config, batch, capacity, dtype or modules.cache_dtype(self), mesh=self.mesh)
 
     @nn.compact
     def __call__(
@@ -90,8 +89,11 @@ def from_flax(variables: Variables, layer: GroupedQueryAttention) -> Variables:
     """Returns variables for `layer` from those of `flax.linen.MultiHeadDotProductAttention`, under a causal mask the same.
 
     Raises:
-        ValueError: parameters that are missing, left over or misshapen.
+        ValueError: a layer that does what Flax's does not, such as a rotary embedding, or parameters that are missing, left
+            over or misshapen.
     """
+    if "params" not in variables:
+        raise ValueError(f"The variables are {', '.join(sorted(variables))}; there must be 'params' among them, as init makes.")
     theirs: Any = flax.traverse_util.flatten_dict(nn.unbox(variables)["params"], sep="/")
     return {"params": modules.from_theirs(theirs, layer.config)}
 

@@ -84,6 +84,12 @@ def parameter_dtype(layer: Any, name: str) -> DTypeLike:
     return jnp.float32 if name.endswith("norm") else layer.param_dtype
 
 
+def cache_dtype(layer: Any) -> DTypeLike:
+    """Returns the dtype of a layer's cache: that of its computation, or float32 where that is wider."""
+    dtype = jnp.dtype(layer.dtype or layer.param_dtype)
+    return jnp.float32 if dtype.itemsize > 4 else dtype
+
+
 def new_parameter(key: Array, name: str, layer: Any, kernel_init: Initializer) -> Array:
     """Returns a new parameter: norms one, biases and sinks zero, matrices as `kernel_init` makes them of (inputs, outputs)."""
     config = config_of(layer)
@@ -126,17 +132,22 @@ def from_theirs(theirs: Mapping[str, Array], config: Config) -> Parameters:
     """Returns our parameters from those of a layer of Flax, such as "query/kernel".
 
     Raises:
-        ValueError: a parameter that is missing or left over, as under `normalize_qk`, or of another shape.
+        ValueError: a layer of ours that does what Flax's does not, or a parameter that is missing, left over, as under
+            `normalize_qk`, or of another shape.
     """
+    _check_plain(config)
     wanted = {THEIRS[name]: name for name in parameter_axes(config)}
     if set(theirs) != set(wanted):
         raise ValueError(
-            f"Flax's layer has the parameters {', '.join(sorted(theirs))}; this one takes {', '.join(sorted(wanted))}. "
-            "normalize_qk, which is another norm, has no counterpart here."
+            f"Flax's layer has the parameters {', '.join(sorted(theirs))}; this one takes {', '.join(sorted(wanted))}. Biases "
+            "are there by use_bias=True; the norms of normalize_qk have no counterpart here."
         )
     for name, ours in wanted.items():
         if theirs[name].size != int(np.prod(parameter_shape(config, ours))):
-            raise ValueError(f"{name} has shape {theirs[name].shape}; from it {parameter_shape(config, ours)} was to come.")
+            raise ValueError(
+                f"{name} has shape {theirs[name].shape}, which is not {parameter_shape(config, ours)}: heads, widths, and what "
+                "comes in and goes out must be the same in both layers."
+            )
     return {ours: theirs[name].reshape(parameter_shape(config, ours)) for name, ours in wanted.items()}
 
 
@@ -146,10 +157,7 @@ def to_theirs(parameters: Parameters, config: Config) -> Parameters:
     Raises:
         ValueError: what Flax's layer does not have: a rotary embedding, window, scale, softcap, sinks or norm of queries.
     """
-    how = config.attention[0]
-    extra = [name for name in ("rope", "window", "scale", "softcap", "sinks") if getattr(how, name)]
-    if extra := extra + (["qk_norm"] if config.qk_norm else []):
-        raise ValueError(f"The layer has {', '.join(extra)}; Flax's own has no such thing, so its outputs would differ.")
+    _check_plain(config)
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     biased = config.qkv_bias or config.out_bias
     theirs = {}
@@ -165,3 +173,14 @@ def to_theirs(parameters: Parameters, config: Config) -> Parameters:
         else:
             theirs[path] = parameters[name].reshape(config.model_dim, heads[name], config.head_dim)
     return theirs
+
+
+def _check_plain(config: Config) -> None:
+    """Refuses what Flax's own layers do not do."""
+    how = config.attention[0]
+    extra = [name for name in ("rope", "window", "scale", "softcap", "sinks") if getattr(how, name)]
+    if extra := extra + (["qk_norm"] if config.qk_norm else []):
+        raise ValueError(
+            f"The layer has {', '.join(extra)}; Flax's own has no such thing, so its outputs would differ. A layer with "
+            "attention=Attention(rope=None) is like Flax's."
+        )

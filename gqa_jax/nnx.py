@@ -90,7 +90,7 @@ class GroupedQueryAttention(nnx.Module):
 
     def init_cache(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
         """Returns an empty cache with room for `capacity` tokens in each of `batch` rows; see `gqa_jax.init_cache`."""
-        return kv.init_cache(self.config, batch, capacity, dtype or self.dtype or self.param_dtype, mesh=self.mesh)
+        return kv.init_cache(self.config, batch, capacity, dtype or modules.cache_dtype(self), mesh=self.mesh)
 
     def __call__(
         self,
@@ -108,7 +108,7 @@ class GroupedQueryAttention(nnx.Module):
             cache: what the rows hold already, made by `init_cache`. It is not changed.
             count: of rows that are padded on the right, how many tokens the cache keeps.
             segments: where several texts stand in one row, a number that changes from text to text.
-            dropout_key: draws what `dropout_rate` leaves out; None leaves nothing out.
+            dropout_key: draws what `dropout_rate` leaves out, on another mesh otherwise; None leaves nothing out.
 
         Raises:
             ValueError: shapes that are not the layer's, tokens that do not fit into the cache, or what does not go with one.
@@ -117,15 +117,15 @@ class GroupedQueryAttention(nnx.Module):
         return modules.run(self, parameters, x, cache, count, segments, dropout_key)
 
     @classmethod
-    def from_flax(cls, module: nnx.MultiHeadAttention, **how: Any) -> "GroupedQueryAttention":
-        """Returns the layer that computes what Flax's own does under a causal mask; `how` goes to the constructor.
+    def from_flax(cls, module: nnx.MultiHeadAttention, *, mesh: Mesh | Placement | None = None) -> "GroupedQueryAttention":
+        """Returns the layer that computes what Flax's own does under a causal mask.
 
         Raises:
             ValueError: a layer with `normalize_qk`, or with other widths for keys or the output.
         """
         sizes = (module.num_heads, module.in_features, module.num_kv_heads, module.head_dim)
-        how = {"attention": Attention(rope=None), "dtype": module.dtype, "param_dtype": module.param_dtype} | how
-        made = cls(*sizes, use_bias=module.use_bias, dropout_rate=module.dropout_rate, rngs=nnx.Rngs(0), **how)
+        same = {name: getattr(module, name) for name in ("use_bias", "dropout_rate", "dtype", "param_dtype")}
+        made = cls(*sizes, attention=Attention(rope=None), mesh=mesh, rngs=nnx.Rngs(0), **same)
         state = nnx.to_pure_dict(nnx.state(module, nnx.Param))
         theirs = {f"{part}/{name}": leaf for part, leaves in state.items() for name, leaf in leaves.items()}
         for name, value in modules.from_theirs(theirs, made.config).items():

@@ -200,7 +200,7 @@ class Placement:
         named = []
         for field in ("data", "kv", "group"):
             axes = getattr(self, field)
-            object.__setattr__(self, field, (axes,) if isinstance(axes, str) else tuple(axes))
+            object.__setattr__(self, field, (axes,) if isinstance(axes, str) else tuple(axes or ()))
             named += getattr(self, field)
         unknown = [axis for axis in named if axis not in self.mesh.axis_names]
         if unknown or len(set(named)) < len(named):

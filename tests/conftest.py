@@ -14,6 +14,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_this_file():
+    """Lets go of the programs of each file: a process that keeps thousands of them runs out of memory maps."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def quick_compilation():
     """Programs that run once are compiled fast rather than well."""

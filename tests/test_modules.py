@@ -162,6 +162,15 @@ def test_dtype_is_that_of_the_computation_whatever_the_parameters_are(kind):
 
 
 @kinds
+def test_the_cache_of_a_float64_layer_is_float32(kind):
+    with jax.enable_x64(True):
+        layer = make(kind, param_dtype=jnp.float64, **OPTIONS["grouped"])
+        y, cache = layer.run(layer.parameters, tokens(dtype=jnp.float64), cache=layer.module.init_cache(B, T))
+        assert (y.dtype, cache.k[0].dtype) == (jnp.float64, jnp.float32)
+        close(y, exact(layer, tokens(dtype=jnp.float64)))
+
+
+@kinds
 def test_new_parameters_are_ones_zeros_and_normal_by_what_they_read(kind):
     how = {"num_heads": 30, "num_kv_heads": 6, "in_features": 257, "head_dim": 14, "use_bias": True, "qk_norm": True}
     module = make(kind, **how, attention=Attention(sinks=True)).module
@@ -303,8 +312,16 @@ def test_what_the_layers_of_flax_lack_or_have_besides_is_refused():
         made(attention=Attention(rope=None), qk_norm=True).to_flax()
     with pytest.raises(ValueError, match="normalize_qk"):
         ours_nnx.GroupedQueryAttention.from_flax(their_nnx(2, False, normalize_qk=True))
-    with pytest.raises(ValueError, match="was to come"):
+    with pytest.raises(ValueError, match="must be the same in both layers"):
         ours_nnx.GroupedQueryAttention.from_flax(nnx.MultiHeadAttention(6, D, 36, out_features=13, rngs=nnx.Rngs(0)))
+    variables = nn.MultiHeadDotProductAttention(num_heads=6).init(jax.random.key(0), tokens())
+    for how in ({}, {"attention": Attention(rope=None, window=2)}, {"attention": Attention(rope=None), "qk_norm": True}):
+        with pytest.raises(ValueError, match="outputs would differ"):
+            ours_linen.from_flax(variables, ours_linen.GroupedQueryAttention(6, D, **how))
+    with pytest.raises(ValueError, match="use_bias=True"):
+        ours_linen.from_flax(variables, ours_linen.GroupedQueryAttention(6, D, attention=Attention(rope=None)))
+    with pytest.raises(ValueError, match="must be 'params' among them"):
+        ours_linen.from_flax(variables["params"], ours_linen.GroupedQueryAttention(6, D))
     grouped = ours_linen.GroupedQueryAttention(6, D, 2, attention=Attention(rope=None))
     with pytest.raises(ValueError, match="2 KV heads for 6 query heads"):
         ours_linen.to_flax(grouped.init(jax.random.key(0), tokens()), grouped)
@@ -556,6 +573,12 @@ def test_what_does_not_belong_together_is_refused(kind, unchecked):
         layer.apply(layer.parameters, x[:1], cache=cache)
     with pytest.raises(ValueError, match="leave one of them out"):
         layer.apply(layer.parameters, x, cache=cache, segments=jnp.zeros((B, T), jnp.int32))
+    with pytest.raises(ValueError, match=r"count has shape \(\)"):
+        layer.apply(layer.parameters, x, cache=cache, count=3)
+    with pytest.raises(TypeError, match="The cache is a tuple"):
+        layer.apply(layer.parameters, x, cache=(1, 2))
+    with pytest.raises(ValueError, match=r"each must be a gqa_jax.Attention"):
+        make(kind, num_heads=6, attention={"window": 3}).apply({}, x)
     with pytest.raises(ValueError, match="from 0 to 7"):
         layer.apply(layer.parameters, x, cache=cache, count=jnp.array([3, 8]))
     window = make(kind, **OPTIONS["grouped"], attention=Attention(window=2)).module.init_cache(B, T)
