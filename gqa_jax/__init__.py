@@ -71,6 +71,6 @@ def __getattr__(name: str) -> Any:
         from gqa_jax.export import save
 
         return save
-    if name in ("convert", "distributed", "linen", "nnx", "planner"):
+    if name in ("convert", "data", "distributed", "linen", "nnx", "planner", "train"):
         return importlib.import_module(f"gqa_jax.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

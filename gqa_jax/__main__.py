@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from gqa_jax.commands import convert, generate, info, plan
+from gqa_jax.commands import convert, generate, info, plan, train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gqa-jax", description="Grouped-query attention on real checkpoints.")
     parser.add_argument("--version", action="version", version=f"gqa-jax {importlib.metadata.version('gqa-jax')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (generate, info, plan, convert):
+    for command in (generate, info, plan, convert, train):
         command.add(commands)
     return parser
 

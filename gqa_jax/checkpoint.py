@@ -52,7 +52,7 @@ def load(
     config = family.config(archive)
     placement = placement_of(mesh if mesh is None or isinstance(mesh, Mesh | Placement) else mesh(config))
     params = load_params(archive, family, config, dtype, placement, progress)
-    return Model(config, params, _tokenizer(path, archive))
+    return Model(config, params, tokenizer_of(path, archive))
 
 
 def locate(name: str, progress: Progress | None = None) -> Path:
@@ -102,7 +102,8 @@ def open_archive(path: Path) -> Archive:
     return open_folder(path)
 
 
-def _tokenizer(path: Path, archive: Archive) -> Tokenizer | None:
+def tokenizer_of(path: Path, archive: Archive) -> Tokenizer | None:
+    """Returns the tokenizer that goes with a checkpoint; None where there is none."""
     if "tokenizer.ggml.model" in archive.metadata:
         return from_gguf(archive.metadata)
     return from_folder(path) if path.is_dir() and (path / "tokenizer.json").is_file() else None

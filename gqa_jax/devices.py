@@ -48,6 +48,30 @@ DEVICES = {
     )
 }
 
+# Products of bfloat16 in a second, two operations each, without sparsity, by the beginning of what JAX calls the device's kind.
+# From the data sheets above; of a TPU v7 chip, half.
+PEAKS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "AMD Instinct MI300X": 1307e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU7x": 1153e12,
+}
+
+
+def peak_of(kind: str) -> float | None:
+    """Returns the peak of bfloat16 operations in a second of a kind of device; None where it is not known.
+
+    >>> peak_of("NVIDIA H200")
+    989000000000000.0
+    """
+    return next((peak for name, peak in PEAKS.items() if kind.startswith(name)), None)
+
 
 def device_of(name: str | None, memory: str | None) -> Device | None:
     """Returns the known device of this name, or one of that much memory.

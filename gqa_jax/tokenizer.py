@@ -312,6 +312,21 @@ def from_folder(path: str | os.PathLike[str]) -> Tokenizer:
     )
 
 
+def of_bytes() -> Tokenizer:
+    """Returns a tokenizer for models that have none of their own: 256 bytes, and an end of text.
+
+    >>> of_bytes().decode(of_bytes().encode("naïve"))
+    'naïve'
+    """
+    end = _ENDS_OF_TEXT[0]
+    vocab = {letter: byte for byte, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(end, normalized=False)])
+    return Tokenizer(backend, len(vocab) + 1, eos_id=len(vocab), stop_ids=(len(vocab),))
+
+
 def _read_backend(file: pathlib.Path) -> tokenizers.Tokenizer:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no tokenizer.json; that file is needed, a tokenizer.model alone is not read.")

@@ -35,12 +35,19 @@ MAY_IMPORT = {
     "devices": set(),
     "planner": DECODER | {"decoder", "devices"},
     "distributed": set(),
+    "recipe": set(),
+    "data": set(),
+    "loss": {"config", "attention", "rope", "sharding", "cache", "layer", "decoder"},
+    "step": {"config", "attention", "rope", "sharding", "cache", "layer", "decoder", "data", "loss", "recipe"},
+    "resume": {"config", "attention", "rope", "sharding", "cache", "layer", "decoder", "data", "loss", "recipe", "step"},
     "formats": set(),
     "families": {"config", "formats", "rope"},
     "tokenizer": set(),
     "download": set(),
 }
-HEAVY = {"einops", "flax", "gguf", "huggingface_hub", "jinja2", "optax", "orbax", "rich", "safetensors", "tokenizers", "torch"}
+MAY_IMPORT["train"] = MAY_IMPORT["resume"] | {"resume"} | MAY_IMPORT["request"] | {"request"}
+HEAVY = {"einops", "flax", "gguf", "grain", "huggingface_hub", "jinja2", "optax", "orbax", "rich", "safetensors"}
+HEAVY |= {"tokenizers", "torch"}
 
 
 def room_of(path: pathlib.Path) -> str:
