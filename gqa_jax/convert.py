@@ -182,6 +182,8 @@ def _folded(weights: dict[str, np.ndarray], keys: Maps, values: Maps) -> dict[st
     made |= {name: heads.regrouped(weights[name], keys) for name in ("attention.q", "attention.q_bias") if name in weights}
     # W_o reads what W_q is asked for: the same axes, with D at the other end.
     made["attention.o"] = np.moveaxis(heads.regrouped(np.moveaxis(weights["attention.o"], -1, 0), values), 0, -1)
+    if "attention.sinks" in weights:
+        made["attention.sinks"] = weights["attention.sinks"].reshape(len(keys.up), -1)
     return weights | {name: x.astype(weights[name].dtype) for name, x in made.items()}
 
 
@@ -231,9 +233,8 @@ def _beside(model: Model, old: Params, new: list[dict[str, Any]]) -> Model:
             return np.concatenate([x, np.zeros_like(x, shape=(*x.shape[:at], more, *x.shape[at + 1 :]))], axis=at)
         return np.concatenate([x, other[name]], axis=at)
 
-    named = {name: axes for name, axes in decoder.param_axes(config)["layers"][0].items() if "K" in axes}
     layers = tuple(
-        own | {name: beside(name, axes, own, other) for name, axes in named.items()}
-        for own, other in zip(old["layers"], new, strict=True)
+        own | {name: beside(name, letters, own, other) for name, letters in axes.items() if "K" in letters}
+        for axes, own, other in zip(decoder.param_axes(config)["layers"], old["layers"], new, strict=True)
     )
     return Model(wide, _placed(old | {"layers": layers}, wide, model), model.tokenizer)

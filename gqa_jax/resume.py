@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from gqa_jax.config import Config
 from gqa_jax.decoder import axis_sizes
 from gqa_jax.sharding import Placement
-from gqa_jax.step import State
+from gqa_jax.step import State, everywhere
 
 MANIFEST = "manifest.json"
 # orbax writes in these two again when all else is there and listed.
@@ -98,13 +98,8 @@ class Checkpoints:
         _check_same(f"The checkpoint {self.folder / str(step)}", kept, run)
         whole = self._arrays(step, state, axes, config)
         key = jax.random.wrap_key_data(jnp.array(kept["key"], jnp.uint32))
-        count = np.int32(kept["step"])
-        placed = State(
-            whole["weights"],
-            whole["optimizer"],
-            *(jax.device_put(x, y.sharding) for x, y in ((count, state.step), (key, state.key))),
-        )
-        return Restored(placed, kept)
+        numbers = everywhere(np.int32(kept["step"]), state.step.sharding), everywhere(key, state.step.sharding)
+        return Restored(State(whole["weights"], whole["optimizer"], *numbers), kept)
 
     def close(self) -> None:
         """Waits until what is being written is there."""
@@ -276,6 +271,10 @@ class Log:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the file."""
         self._opened.close()
 
     def write(self, line: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Float, Int, Int32, Key
@@ -49,8 +50,16 @@ def start(params: Params, recipe: Recipe) -> State:
     if placement is None:
         # Bound to its device, as a state that comes from a checkpoint is: both run the same program.
         return jax.tree.map(lambda leaf: jax.device_put(leaf, next(iter(params["norm"].devices()))), state)
-    everywhere = NamedSharding(placement.mesh, PartitionSpec())
-    return jax.tree.map(lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, everywhere), state)
+    where = NamedSharding(placement.mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf: leaf if leaf.ndim else everywhere(leaf, where), state)
+
+
+def everywhere(number: Any, where: Sharding) -> Array:
+    """Brings a number or a key to all devices of a sharding, also to those of other processes, which bring the same."""
+    if isinstance(number, jax.Array) and jnp.issubdtype(number.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(everywhere(jax.random.key_data(number), where))
+    host = np.asarray(number)
+    return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
 
 def state_axes(state: State, config: Config, recipe: Recipe) -> State:

@@ -104,17 +104,16 @@ def train(
         DamagedError: there are checkpoints, and none is whole.
     """
     _check(model, texts, recipe)
-    rows = data.Rows(texts, recipe.length, recipe.batch, recipe.seed)
-    with contextlib.ExitStack() as kept:
-        state, keep = start(model.params, recipe), None
-        if folder is not None:
-            state, keep = _open(kept, Path(folder).expanduser(), model.config, state, rows, texts, recipe, resume)
+    rows, state = data.Rows(texts, recipe.length, recipe.batch, recipe.seed), start(model.params, recipe)
+    with _Folder(folder, model.config, recipe, texts) if folder is not None else contextlib.nullcontext() as kept:
+        if kept is not None:
+            state = kept.begin(state, rows, resume)
         losses, begun = [], int(state.step)
         for after, progress, position in _steps(state, rows, model.config, recipe):
             state = after
             losses.append(progress.loss)
-            if keep is not None:
-                keep(state, progress, position)
+            if kept is not None:
+                kept.keep(state, progress, position)
             if report is not None:
                 report(progress)
     return Trained(model._replace(params=state.params), np.array(losses), begun)
@@ -152,38 +151,44 @@ def _check(model: Model, texts: Texts, recipe: Recipe) -> None:
         )
 
 
-Keep = Callable[[State, Progress, dict[str, Any]], None]
+class _Folder:
+    """What a run leaves behind: its checkpoints, and a log of its steps."""
 
+    def __init__(self, folder: str | Path, config: Config, recipe: Recipe, texts: Texts):
+        self._path, self._config, self._recipe = Path(folder).expanduser(), config, recipe
+        same = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in _FREE}
+        self._run = {"recipe": same, "config": dataclasses.asdict(config), "data": texts.identity}
+        self._checkpoints = Checkpoints(self._path / "checkpoints", recipe.keep)
+        self._log: Log | None = None
 
-def _open(
-    kept: contextlib.ExitStack,
-    folder: Path,
-    config: Config,
-    state: State,
-    rows: data.Rows,
-    texts: Texts,
-    recipe: Recipe,
-    resume: bool,
-) -> tuple[State, Keep]:
-    """Returns the state to begin with, and what keeps each step; the rows are brought to where they were."""
-    checkpoints = kept.enter_context(Checkpoints(folder / "checkpoints", recipe.keep))
-    if checkpoints.steps() and not resume:
-        raise ValueError(f"{folder} holds a run up to step {checkpoints.steps()[0]}; resume it, or begin in another folder.")
-    same = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in _FREE}
-    run = {"recipe": same, "config": dataclasses.asdict(config), "data": texts.identity}
-    if resume and (found := checkpoints.restore(state, state_axes(state, config, recipe), config, run)):
-        state, rows.position = found.state, found.run["position"]
-    folder.mkdir(parents=True, exist_ok=True)
-    # On several processes the first one writes the log.
-    log = kept.enter_context(Log(folder / "log.jsonl", int(state.step))) if jax.process_index() == 0 else None
+    def __enter__(self) -> "_Folder":
+        return self
 
-    def keep(state: State, progress: Progress, position: dict[str, Any]) -> None:
-        if log is not None:
-            log.write(progress._asdict())
-        if progress.step % recipe.save_every == 0 or progress.step == recipe.steps:
-            checkpoints.save(state, {**run, "position": position})
+    def __exit__(self, *error: Any) -> None:
+        self._checkpoints.close()
+        if self._log is not None:
+            self._log.close()
 
-    return state, keep
+    def begin(self, state: State, rows: data.Rows, resume: bool) -> State:
+        """Returns the state to begin with, and brings the rows to where they were then."""
+        steps, found = self._checkpoints.steps(), None
+        if resume:
+            found = self._checkpoints.restore(state, state_axes(state, self._config, self._recipe), self._config, self._run)
+        elif steps:
+            raise ValueError(f"{self._path} holds a run up to step {steps[0]}; resume it, or begin in another folder.")
+        if found is not None:
+            state, rows.position = found.state, found.run["position"]
+        if jax.process_index() == 0:
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._log = Log(self._path / "log.jsonl", int(state.step))
+        return state
+
+    def keep(self, state: State, progress: Progress, position: dict[str, Any]) -> None:
+        """Keeps a step: a line of the log, and a checkpoint where there shall be one."""
+        if self._log is not None:
+            self._log.write(progress._asdict())
+        if progress.step % self._recipe.save_every == 0 or progress.step == self._recipe.steps:
+            self._checkpoints.save(state, {**self._run, "position": position})
 
 
 def _steps(state: State, rows: data.Rows, config: Config, recipe: Recipe) -> Iterator[tuple[State, Progress, dict[str, Any]]]:

@@ -22,7 +22,11 @@ from tests.test_tokenizer import byte_level
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 TINY = Config(vocab_size=53, num_layers=2, model_dim=20, mlp_dim=28, num_heads=6, num_kv_heads=6, head_dim=8, context_length=64)
-MIXED = (Attention(window=5, softcap=20.0), Attention(Rope(500.0, interleaved=True), scale=0.3), Attention(rope=None))
+MIXED = (
+    Attention(window=5, softcap=20.0),
+    Attention(Rope(500.0, interleaved=True), scale=0.3),
+    Attention(rope=None, sinks=True),
+)
 CONFIGS = {
     "one query a head": TINY,
     "two, biases": changed(TINY, num_heads=12, qkv_bias=True, out_bias=True, mlp_bias=True),

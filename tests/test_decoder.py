@@ -520,7 +520,7 @@ def test_what_does_not_belong_together_is_refused(unchecked):
         gqa_jax.forward(params, tokens, None, gqa_jax.Config(num_layers=3, num_heads=6, **sizes))
     with pytest.raises(ValueError, match=r"= \(2, 2, 3, 4\), the config \(2, 2, 1, 4\)"):
         gqa_jax.forward(params, tokens, None, gqa_jax.Config(num_layers=2, num_heads=2, **sizes))
-    with pytest.raises(ValueError, match="2 layers and 2 rows; the config has 2 layers and there are 3 rows"):
+    with pytest.raises(ValueError, match=r"KV heads, width\) = \(2, 2, 2, 4\); the config and what is new have \(2, 3, 2, 4\)"):
         gqa_jax.forward(params, tokens, gqa_jax.init_cache(config, 2, 8), config)
     with pytest.raises(ValueError, match=r"tokens have shape \(4,\)"):
         gqa_jax.forward(params, tokens[0], None, config)

@@ -14,6 +14,7 @@ HOUSE = pathlib.Path(gqa_jax.__file__).parent
 ROOF = {"__init__", "__main__", "checkpoint", "commands", "export"}
 DECODER = {"config", "attention", "rope", "sharding", "cache", "layer"}
 REQUEST = DECODER | {"decoder", "sampling", "loop"}
+STEP = DECODER | {"decoder", "data", "loss", "recipe"}
 MAY_IMPORT = {
     "config": set(),
     "attention": set(),
@@ -37,15 +38,15 @@ MAY_IMPORT = {
     "distributed": set(),
     "recipe": set(),
     "data": set(),
-    "loss": {"config", "attention", "rope", "sharding", "cache", "layer", "decoder"},
-    "step": {"config", "attention", "rope", "sharding", "cache", "layer", "decoder", "data", "loss", "recipe"},
-    "resume": {"config", "attention", "rope", "sharding", "cache", "layer", "decoder", "data", "loss", "recipe", "step"},
+    "loss": DECODER | {"decoder"},
+    "step": STEP,
+    "resume": STEP | {"step"},
+    "train": STEP | REQUEST | {"step", "resume", "request"},
     "formats": set(),
     "families": {"config", "formats", "rope"},
     "tokenizer": set(),
     "download": set(),
 }
-MAY_IMPORT["train"] = MAY_IMPORT["resume"] | {"resume"} | MAY_IMPORT["request"] | {"request"}
 HEAVY = {"einops", "flax", "gguf", "grain", "huggingface_hub", "jinja2", "optax", "orbax", "rich", "safetensors"}
 HEAVY |= {"tokenizers", "torch"}
 

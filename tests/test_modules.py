@@ -413,6 +413,23 @@ def test_nnx_layers_go_under_scan_jit_and_remat_with_their_caches(remat):
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(nnx.to_pure_dict(gradient)))
 
 
+def test_a_cache_may_live_in_a_variable_of_nnx():
+    class Talker(nnx.Module):
+        def __init__(self, layer):
+            self.layer, self.memory = layer, nnx.Cache(layer.init_cache(B, T))
+
+        def __call__(self, x):
+            y, cache = nnx.remat(lambda layer, x, cache: layer(x, cache=cache))(self.layer, x, self.memory.get_value())
+            self.memory.set_value(cache)
+            return y
+
+    talker, x = Talker(make("nnx", **OPTIONS["grouped"]).module), tokens()
+    want = talker.layer(x)
+    say = nnx.jit(lambda talker, x: talker(x))
+    close(jnp.concatenate([say(talker, x[:, :4]), say(talker, x[:, 4:5]), say(talker, x[:, 5:])], axis=1), want)
+    assert talker.memory.get_value().length.tolist() == [T] * B
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_linen_layers_go_under_scan_and_remat_with_their_caches(remat):
     how = OPTIONS["grouped"]

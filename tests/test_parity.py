@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import gqa_jax
+import gqa_jax.linen
+import gqa_jax.nnx
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -96,6 +99,61 @@ def uncached_logits(model, tokens):
 
 def assert_agree(ours, theirs):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * max(1.0, np.abs(theirs).max() / 5))
+
+
+def layer_of_theirs(name, folder, x, dtype):
+    """Returns the output of the first attention layer of transformers, and the gradient of its squares by the input."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().model
+    module, x = model.layers[0].self_attn, x.clone().to(dtype).requires_grad_()
+    index = torch.arange(x.shape[1])
+    kind = {"layer_type": "sliding_attention"} if name == "gemma3" else {}
+    turn = model.rotary_emb(x, index[None], **kind)
+    behind = index[:, None] - index[None]
+    window = getattr(model.config, "sliding_window", None) if name in ("mistral", "gemma3") else None
+    hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+    mask = torch.zeros(1, 1, *hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    y, _ = module(x, position_embeddings=turn, attention_mask=mask)
+    y.float().square().sum().backward()
+    return y.detach().float().numpy(), x.grad.float().numpy()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("name", ["llama, biases", "mistral", "qwen2", "qwen3", "gemma3"])
+def test_one_layer_of_flax_agrees_with_that_of_transformers_forward_and_backward(name, kind, dtype, tolerance, tmp_path):
+    save(CONFIGS[name], tmp_path)
+    config, params, _ = gqa_jax.load(tmp_path)
+    x = torch.randn(2, 19, 32, generator=torch.Generator().manual_seed(3))
+    want, slope = layer_of_theirs(name, tmp_path, x, getattr(torch, dtype))
+    options = {
+        "num_heads": config.num_heads,
+        "in_features": config.model_dim,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "attention": config.layer_attention(0),
+        "use_bias": config.qkv_bias,
+        "use_out_bias": config.out_bias,
+        "qk_norm": config.qk_norm,
+        "norm_eps": config.norm_eps,
+        "dtype": jnp.dtype(dtype),
+    }
+    parameters = {name.removeprefix("attention."): leaf for name, leaf in params["layers"][0].items() if "attention." in name}
+    parameters = {name: leaf for name, leaf in parameters.items() if name not in ("norm", "post_norm")}
+    if kind == "linen":
+        layer = gqa_jax.linen.GroupedQueryAttention(**options)
+
+        def run(x, **how):
+            return layer.apply({"params": parameters}, x, **how)
+    else:
+        run = layer = gqa_jax.nnx.GroupedQueryAttention(**options, rngs=nnx.Rngs(0))
+        for name, leaf in parameters.items():
+            getattr(layer, name)[...] = leaf
+    x = jnp.asarray(x.numpy(), dtype)
+    first, cache = run(x[:, :7], cache=layer.init_cache(2, 19))
+    rest, cache = run(x[:, 7:], cache=cache)
+    gradient = jax.grad(lambda x: jnp.square(run(x).astype(jnp.float32)).sum())(x)
+    for got, exact in ((run(x), want), (jnp.concatenate([first, rest], axis=1), want), (gradient, slope)):
+        np.testing.assert_allclose(np.asarray(got, np.float32), exact, rtol=0, atol=tolerance * max(1.0, np.abs(exact).max()))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())

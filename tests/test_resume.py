@@ -21,6 +21,7 @@ from gqa_jax import data, resume, train
 from gqa_jax.config import Attention, Config
 from gqa_jax.recipe import Recipe
 from gqa_jax.step import State, start, state_axes
+from tests import test_distributed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -45,7 +46,8 @@ def model(mesh=None) -> gqa_jax.Model:
 
 
 def mesh_of(name: str | None):
-    return name and gqa_jax.make_mesh(CONFIG, **{"tp 2": {"tp": 2}, "tp 4, data 2": {"tp": 4, "data": 2}}[name])
+    sizes = {"tp 2": (2, 1), "tp 2, data 2": (2, 2), "tp 4, data 2": (4, 2)}
+    return name and gqa_jax.make_mesh(CONFIG, tp=sizes[name][0], data=sizes[name][1])
 
 
 @functools.cache
@@ -82,15 +84,17 @@ def saved(folder) -> list[int]:
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
 
 
+def logged(folder) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in map(json.loads, (folder / "log.jsonl").read_text().splitlines())}
+
+
 @pytest.mark.parametrize("mesh", [None, "tp 4, data 2"])
 def test_a_run_that_is_stopped_again_and_again_has_the_losses_and_weights_of_one_that_is_not(tmp_path, mesh):
     for step in (1, 3, 6):
         stopped_after(step, tmp_path, mesh)
     found = go_on(tmp_path, mesh)
     assert found.begun == 6
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 8))
-    assert [line["loss"] for line in lines] == whole(mesh).losses.tolist()
+    assert list(logged(tmp_path).items()) == list(enumerate(whole(mesh).losses.tolist(), 1))
     equal(found.model, whole(mesh).model)
 
 
@@ -177,6 +181,16 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path, ca
     assert saved(tmp_path) == [6, 7]
 
 
+def test_what_is_left_of_one_that_was_being_removed_is_in_nobodys_way(tmp_path):
+    stopped_after(5, tmp_path)
+    for file in files_of(tmp_path / "checkpoints" / "2")[::2]:
+        file.unlink()
+    (tmp_path / "checkpoints" / "1").mkdir()
+    found = go_on(tmp_path)
+    assert found.begun == 4
+    np.testing.assert_array_equal(found.losses, whole().losses[4:])
+
+
 def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_or_taken_away(tmp_path):
     stopped_after(5, tmp_path)
     for step in (2, 4):
@@ -247,6 +261,34 @@ def test_a_log_loses_what_comes_after_the_step_and_what_is_broken(tmp_path):
         assert file.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 0.5}\n'
 
 
+CHILD = """
+import json, sys
+import jax
+from gqa_jax.distributed import join
+from tests.test_resume import close, go_on, stopped_after
+
+address, process, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_num_cpu_devices", 2)
+join(address, 2, process, 90)
+stopped_after(5, folder, "tp 2, data 2")
+found = go_on(folder, "tp 2, data 2")
+print(json.dumps([found.begun, found.losses.tolist()]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_and_go_on_together(tmp_path):
+    address = test_distributed.free_address()
+    children = [test_distributed.start("-c", CHILD, address, str(process), str(tmp_path)) for process in range(2)]
+    for code, out, err in test_distributed.end(children):
+        assert code == 0, err
+        begun, losses = json.loads(out.splitlines()[-1])
+        assert begun == 4
+        close(losses, whole().losses[4:])
+    assert list(logged(tmp_path)) == list(range(1, 8))
+    close(list(logged(tmp_path).values()), whole().losses)
+
+
 KILLED = """
 import os, signal, sys
 import jax
@@ -281,10 +323,6 @@ def begin(folder, dies_at: int = 0) -> subprocess.Popen:
     )
 
 
-def losses(folder) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in map(json.loads, (folder / "log.jsonl").read_text().splitlines())}
-
-
 @pytest.mark.slow
 def test_killed_at_five_moments_one_of_them_inside_a_save_a_run_ends_as_if_it_had_never_been(tmp_path):
     undisturbed = begin(tmp_path / "whole")
@@ -304,8 +342,8 @@ def test_killed_at_five_moments_one_of_them_inside_a_save_a_run_ends_as_if_it_ha
     for run in (last, undisturbed):
         _, err = run.communicate()
         assert (run.returncode, err) == (0, "")
-    assert list(losses(tmp_path / "killed").items()) == list(losses(tmp_path / "whole").items()), moments
-    assert len(losses(tmp_path / "whole")) == 90
+    assert list(logged(tmp_path / "killed").items()) == list(logged(tmp_path / "whole").items()), moments
+    assert len(logged(tmp_path / "whole")) == 90
     checkpoints = {name: tmp_path / name / "checkpoints" for name in ("killed", "whole")}
     assert saved(tmp_path / "killed") == saved(tmp_path / "whole") == [84, 87, 90]
     like = start(model_of_the_killed().params, Recipe())

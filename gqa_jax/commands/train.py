@@ -78,18 +78,24 @@ def run(options: argparse.Namespace) -> None:
         done.append(now)
         show(now)
 
-    with _shown(options, model.config, recipe) as (show, share):
-        try:
-            trained = train.train(model, texts, recipe, options.out, resume=options.resume, report=report)
-        except KeyboardInterrupt:
-            if options.out:
-                print(f"\nThe same command with --resume goes on from the last checkpoint in {options.out}.", file=sys.stderr)
-            raise
+    with _shown(options, model.config, recipe) as (show, share), _advice(options.out):
+        trained = train.train(model, texts, recipe, options.out, resume=options.resume, report=report)
     after, saved = missed(trained.model), None
     if options.out and not (saved := Path(options.out, "model")).exists():
         with bars(options.json) as progress:
             gqa_jax.save(trained.model, saved, progress)
     _say(options, _summary(recipe, done, share, before, after, saved))
+
+
+@contextmanager
+def _advice(out: str | None) -> Iterator[None]:
+    """Says to who interrupts how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if out:
+            print(f"\nThe same command with --resume goes on from the last checkpoint in {out}.", file=sys.stderr)
+        raise
 
 
 def _check(options: argparse.Namespace) -> None:
