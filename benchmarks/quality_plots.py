@@ -74,9 +74,10 @@ def attention(found: dict[str, Any]) -> Figure:
     """Draws what the last word reads: a row for each query head, with a gap between the groups of a KV head."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     shown = found["weights"]
-    panels = figure.subplots(1, len(shown), sharey=False)
+    most = max(np.max(weights) for weights in shown.values())
+    panels = figure.subplots(1, len(shown))
     for axes, (name, weights) in zip(panels, shown.items(), strict=True):
-        picture = _heat(axes, np.array(weights), found["tokens"])
+        picture = _heat(axes, np.array(weights), found["tokens"], most)
         axes.set_title(name, fontsize="medium", loc="left")
     figure.colorbar(picture, ax=panels, label="share of the attention", shrink=0.8)
     last = found["tokens"][-1].strip()
@@ -84,11 +85,11 @@ def attention(found: dict[str, Any]) -> Figure:
     return figure
 
 
-def _heat(axes: Axes, weights: np.ndarray, tokens: list[str]) -> Any:
+def _heat(axes: Axes, weights: np.ndarray, tokens: list[str], most: float) -> Any:
     K, G, S = weights.shape
     # An empty row parts the groups.
     rows = np.concatenate([weights, np.full((K, 1, S), np.nan)], axis=1).reshape(K * (G + 1), S)[:-1]
-    picture = axes.imshow(rows, cmap="viridis", norm="linear", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    picture = axes.imshow(rows, cmap="Blues", vmin=0, vmax=most, aspect="auto", interpolation="nearest")
     places = [k * (G + 1) + g for k in range(K) for g in range(G)]
     axes.set_yticks(places, [f"q{n}" for n in range(K * G)], fontsize="small")
     for k in range(K):

@@ -143,7 +143,7 @@ def _quality_of_conversion(found: dict[str, Any]) -> list[str]:
 
 def _quality_of_attention(found: dict[str, Any]) -> list[str]:
     apart = {name: one["here"] for name, one in found["difference"].items()}
-    shown = ", ".join(f"{value:.2f} with {name}" for name, value in apart.items())
+    shown = ", ".join(f"{value:.2f} with {name.replace(', ', ' by ')}" for name, value in apart.items())
     everywhere = ", ".join(f"{one['all layers']:.2f}" for one in found["difference"].values())
     return [
         f'**Heads of one group read the same keys and still differ**: what the last word of "{found["sentence"]}" attends to '
