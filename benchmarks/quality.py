@@ -39,6 +39,7 @@ from gqa_jax.step import put, start, step
 from gqa_jax.tokenizer import Tokenizer
 
 PARTS = ("models", "conversion", "attention")
+FIRST = ("mean", "pca", "first", "random", "procrustes")  # in this order they are trained on
 SENTENCE = "The artist painted the portrait of a woman with a brush"
 HEADS, HEAD_DIM = 8, 32
 
@@ -294,19 +295,34 @@ def of_conversion(study: Study) -> dict[str, Any]:
     }
     found = {"budget": told, "original": negative_log_likelihood(model, held), "runs": study.runs("conversion", told)}
     study.console.print(f"the original: NLL {found['original']:.3f}")
-    for method in sorted(METHODS, key=("pca", "mean").__contains__, reverse=True):
-        if any(run["method"] == method for run in found["runs"]):
+    have = {run["method"]: run for run in found["runs"]}
+    converted = {}
+    for method in METHODS:
+        if method in have and have[method]["steps"][-1] == recipe.steps:
             continue
-        own = convert(model, 1, method, calibration=calibration if method in ("procrustes", "pca") else None).model
-        steps, curve = [], []
-        for done, now in uptrained(own, learnt, recipe, study.budget.points):
-            steps.append(done)
-            curve.append(negative_log_likelihood(now, held))
-            study.console.print(f"{method}, {done} steps: NLL {curve[-1]:.3f}")
-        check(all(map(math.isfinite, curve)), f"the NLL of {method} is finite: {curve}")
-        found["runs"].append({"method": method, **counts(own), "steps": steps, "nll": curve})
-        study.keep("conversion", found)
+        converted[method] = convert(
+            model, 1, method, calibration=calibration if method in ("procrustes", "pca") else None
+        ).model
+        if method not in have:
+            found["runs"].append({"method": method, **counts(converted[method]), "steps": [], "nll": []})
+            measure(study, found, found["runs"][-1], converted[method], 0, held)
+    for run in sorted(found["runs"], key=lambda run: FIRST.index(run["method"])):
+        if (own := converted.pop(run["method"], None)) is not None:
+            run["steps"], run["nll"] = run["steps"][:1], run["nll"][:1]
+            for done, now in uptrained(own, learnt, recipe, study.budget.points):
+                measure(study, found, run, now, done, held)
     return found
+
+
+def measure(
+    study: Study, found: dict[str, Any], run: dict[str, Any], model: gqa_jax.Model, done: int, held: list[list[int]]
+) -> None:
+    """Adds a point to the curve of a run, and keeps it."""
+    run["steps"].append(done)
+    run["nll"].append(negative_log_likelihood(model, held))
+    study.console.print(f"{run['method']}, {done} steps: NLL {run['nll'][-1]:.3f}")
+    check(math.isfinite(run["nll"][-1]), f"the NLL of {run['method']} is finite")
+    study.keep("conversion", found)
 
 
 def original(study: Study) -> gqa_jax.Model:
@@ -333,10 +349,9 @@ def parts(study: Study, model: gqa_jax.Model) -> tuple[list[list[int]], data.Tex
 
 
 def uptrained(model: gqa_jax.Model, learnt: data.Texts, recipe: train.Recipe, points: int) -> Any:
-    """Yields the number of steps and the model as it is then: before the first, and so many times on the way to the last."""
+    """Yields the number of steps and the model as it is then, so many times on the way to the last."""
     rows = data.Rows(learnt, recipe.length, recipe.batch, recipe.seed)
     state = start(model.params, recipe)
-    yield 0, model
     for done in range(1, recipe.steps + 1):
         state, _ = step(state, put(next(rows), recipe, None), model.config, recipe)
         if done % (recipe.steps // points) == 0:
@@ -346,7 +361,7 @@ def uptrained(model: gqa_jax.Model, learnt: data.Texts, recipe: train.Recipe, po
 def show_conversion(console: Console, found: dict[str, Any]) -> None:
     table = Table(title=f"NLL, {found['original']:.3f} before the conversion", title_justify="left")
     table.add_column("steps")
-    for steps in found["runs"][0]["steps"]:
+    for steps in max((run["steps"] for run in found["runs"]), key=len):
         table.add_column(str(steps), justify="right")
     for run in found["runs"]:
         table.add_row(run["method"], *(f"{one:.3f}" for one in run["nll"]))

@@ -57,7 +57,7 @@ def conversion(found: dict[str, Any]) -> Figure:
         axes.plot(run["steps"], run["nll"], marker=marker, markersize=4, label=run["method"])
     axes.axhline(found["original"], color="black", linewidth=0.8, linestyle=":", label="3 KV heads, untrained on")
     axes.legend(frameon=False)
-    axes.set_xticks(runs[0]["steps"])
+    axes.set_xticks(max((run["steps"] for run in runs), key=len))
     axes.set_xlabel(f"steps of {found['budget']['tokens_per_step']} tokens after the conversion")
     axes.set_ylabel("held-out NLL, nats per token")
     return _finished(axes, "SmolLM2-135M, from 3 KV heads to 1")

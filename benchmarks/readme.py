@@ -116,7 +116,7 @@ def _quality_of_models(found: dict[str, Any]) -> list[str]:
 
 def _quality_of_conversion(found: dict[str, Any]) -> list[str]:
     budget, runs = found["budget"], {run["method"]: run for run in found["runs"]}
-    steps = found["runs"][0]["steps"]
+    steps = max((run["steps"] for run in runs.values()), key=len)
     old, new = budget["kv_heads"]
     lines = [
         f"**SmolLM2-135M from {old} KV heads to {new}**: NLL on {budget['held_tokens']:,} held-out tokens, "
@@ -126,16 +126,19 @@ def _quality_of_conversion(found: dict[str, Any]) -> list[str]:
         f"| steps | {' | '.join(map(str, steps))} |",
         f"|---|{'---|' * len(steps)}",
     ]
-    lines += [f"| {name} | {' | '.join(f'{one:.3f}' for one in run['nll'])} |" for name, run in runs.items()]
+    for name, run in runs.items():
+        points = [f"{one:.3f}" for one in run["nll"]] + ["not run"] * (len(steps) - len(run["steps"]))
+        lines.append(f"| {name} | {' | '.join(points)} |")
     said = []
-    for at, when in ((0, "Before training"), (-1, f"after {steps[-1]} steps")):
-        order = sorted(runs, key=lambda name: runs[name]["nll"][at])
+    for at, when in enumerate(("Before training", f"after {steps[-1]} steps")):
+        ends = {name: run["nll"][-at] for name, run in runs.items() if len(run["steps"]) == len(steps) or not at}
+        order = sorted(ends, key=ends.__getitem__)
         text = f"{when} the order is {', '.join(order)}"
-        if {"mean", "first", "random"} <= set(runs):
+        if {"mean", "first", "random"} <= set(order):
             paper = [name for name in order if name in ("mean", "first", "random")]
             text += f" ({'as' if paper == ['mean', 'first', 'random'] else 'not as'} in the paper: mean, first, random)"
-        if len(order) > 1 and "pca" in runs:
-            lead = min(runs[name]["nll"][at] for name in order if name != "pca") - runs["pca"]["nll"][at]
+        if len(order) > 1 and "pca" in order:
+            lead = min(value for name, value in ends.items() if name != "pca") - ends["pca"]
             text += f", and pca is {abs(lead):.3f} {'ahead of' if lead > 0 else 'behind'} the best of the others"
         said.append(text)
     return [*lines, "", "; ".join(said) + ".", "", "![NLL while training on](benchmarks/results/quality_conversion.png)"]
