@@ -4,8 +4,10 @@ import json
 import pathlib
 import statistics
 import sys
+from typing import Any
 
-from benchmarks.timing import RESULTS
+from benchmarks.quality import by, label
+from benchmarks.timing import RESULTS, spread
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
@@ -72,7 +74,92 @@ def sharding() -> str:
     return "\n".join(lines)
 
 
-SECTIONS = {"performance": performance, "sharding": sharding}
+def quality() -> str:
+    """Returns the figures of `benchmarks.quality` in Markdown, and what they say."""
+    result = json.loads((RESULTS / "quality.json").read_text(encoding="utf-8"))
+    parts = {"models": _quality_of_models, "conversion": _quality_of_conversion, "attention": _quality_of_attention}
+    return "\n\n".join("\n".join(lines(result[part])) for part, lines in parts.items() if part in result)
+
+
+def _quality_of_models(found: dict[str, Any]) -> list[str]:
+    budget, kinds = found["budget"], by(found["runs"], "kv_heads")
+    times, sizes = found["decode"], [run["parameters"] for run in found["runs"]]
+    lines = [
+        f"**The same budget for each**: {budget['layers']} layers of {budget['model_dim']} with {budget['heads']} query heads, "
+        f"{statistics.mean(sizes) / 1e6:.1f} M parameters (what W_k and W_v save, the MLP has more), trained from nothing for "
+        f"{budget['steps']} steps of {budget['tokens_per_step']} tokens, {len(next(iter(kinds.values())))} seeds; "
+        f"text: {budget['text']}. "
+        f"Median [least-most] of the seeds; milliseconds a token of {times['rows']} rows with {times['filled']} filled slots, "
+        f"on {found['machine']['cores']} CPU cores:",
+        "",
+        "| | held-out loss | cache bytes per token | decode ms |",
+        "|---|---|---|---|",
+    ]
+    for heads, runs in kinds.items():
+        losses, milliseconds = [run["held_out_loss"] for run in runs], times["milliseconds"][str(heads)]
+        size = runs[0]["cache_bytes_per_token"]
+        lines.append(f"| {label(heads)} | {spread(losses, 3)} | {size:,} | {spread(milliseconds)} |")
+    losses = {heads: [run["held_out_loss"] for run in runs] for heads, runs in kinds.items()}
+    middles = {heads: statistics.median(own) for heads, own in losses.items()}
+    best, worst = (choose(middles, key=middles.__getitem__) for choose in (min, max))
+    widest = max(max(own) - min(own) for own in losses.values())
+    apart = middles[worst] - middles[best]
+    lines += [
+        "",
+        f"The medians lie {apart:.3f} apart, {label(best)} lowest and {label(worst)} highest; the seeds of one kind differ by "
+        f"up to {widest:.3f}" + ("." if apart > widest else ", so that this budget does not tell the kinds apart."),
+        "",
+        "![Held-out loss against cache bytes](benchmarks/results/quality_models.png)",
+    ]
+    return lines
+
+
+def _quality_of_conversion(found: dict[str, Any]) -> list[str]:
+    budget, runs = found["budget"], {run["method"]: run for run in found["runs"]}
+    steps = max((run["steps"] for run in runs.values()), key=len)
+    old, new = budget["kv_heads"]
+    lines = [
+        f"**SmolLM2-135M from {old} KV heads to {new}**: NLL on {budget['held_tokens']:,} held-out tokens, "
+        f"{found['original']:.3f} before; {budget['calibration_tokens']:,} tokens to calibrate, then all weights are trained "
+        f"for {steps[-1]} steps of {budget['tokens_per_step']} tokens, the same for each method; text: {budget['text']}:",
+        "",
+        f"| steps | {' | '.join(map(str, steps))} |",
+        f"|---|{'---|' * len(steps)}",
+    ]
+    for name, run in runs.items():
+        points = [f"{one:.3f}" for one in run["nll"]] + ["not run"] * (len(steps) - len(run["steps"]))
+        lines.append(f"| {name} | {' | '.join(points)} |")
+    said = []
+    for at, when in enumerate(("Before training", f"after {steps[-1]} steps")):
+        ends = {name: run["nll"][-at] for name, run in runs.items() if len(run["steps"]) == len(steps) or not at}
+        order = sorted(ends, key=ends.__getitem__)
+        text = f"{when} the order is {', '.join(order)}"
+        if {"mean", "first", "random"} <= set(order):
+            paper = [name for name in order if name in ("mean", "first", "random")]
+            text += f" ({'as' if paper == ['mean', 'first', 'random'] else 'not as'} in the paper: mean, first, random)"
+        if len(order) > 1 and "pca" in order:
+            lead = min(value for name, value in ends.items() if name != "pca") - ends["pca"]
+            text += f", and pca is {abs(lead):.3f} {'ahead of' if lead > 0 else 'behind'} the best of the others"
+        said.append(text)
+    return [*lines, "", "; ".join(said) + ".", "", "![NLL while training on](benchmarks/results/quality_conversion.png)"]
+
+
+def _quality_of_attention(found: dict[str, Any]) -> list[str]:
+    apart = {name: one["here"] for name, one in found["difference"].items()}
+    shown = ", ".join(f"{value:.2f} with {name.replace(', ', ' by ')}" for name, value in apart.items())
+    everywhere = ", ".join(f"{one['all layers']:.2f}" for one in found["difference"].values())
+    return [
+        f'**Heads of one group read the same keys and still differ**: what the last word of "{found["sentence"]}" attends to '
+        f"in layer {found['layer']} of SmolLM2-135M, counted from 0, the one whose heads differ most; a row is a query head, a "
+        "gap parts the groups of a KV head. Two heads of a group put, in the mean, this share of their attention in other "
+        "places: "
+        f"{shown}; over all layers but the first {everywhere}.",
+        "",
+        "![What the last word attends to](benchmarks/results/quality_attention.png)",
+    ]
+
+
+SECTIONS = {"performance": performance, "sharding": sharding, "quality": quality}
 
 if __name__ == "__main__":
     sys.exit(main())
