@@ -98,7 +98,7 @@ def converted(config: Config, num_kv_heads: int, method: str = "mean", *, calibr
             f"The model norms its keys behind W_k (qk_norm), so {method} cannot turn them; take 'mean' or 'first' and train on."
         )
     if method in ALIGNED and not calibrated:
-        raise ValueError(f"{method} reads a text to see how the heads lie to each other; give it as calibration (--calibration FILE).")
+        raise ValueError(f"{method} reads a text to see how the heads lie; give it as calibration (--calibration FILE).")
     return dataclasses.replace(config, num_kv_heads=num_kv_heads)
 
 
