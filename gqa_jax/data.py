@@ -35,19 +35,22 @@ class Texts:
         return {"texts": len(self.ends), "tokens": len(self.tokens), "crc32": checksum}
 
 
-def read(files: Iterable[str | Path], tokenizer: Any) -> Texts:
+def read(files: str | Path | Iterable[str | Path], tokenizer: Any) -> Texts:
     """Returns the texts of files, tokenised; they stay in memory, at 4 bytes a token.
 
     A file is one text in UTF-8. Of a file that ends in .jsonl each line is an object, and its "text" is one.
 
     Args:
-        files: which to read, in this order.
+        files: which to read, in this order; or one.
         tokenizer: that of the model. Each text ends with its end of text, where it has one.
 
     Raises:
-        ValueError: no text at all, bytes that are no UTF-8, or a line that is no object with a "text".
-        OSError: a file that cannot be read.
+        ValueError: no tokenizer, a file that cannot be read, no text at all, bytes that are no UTF-8, or a line that is no
+            object with a "text".
     """
+    if tokenizer is None:
+        raise ValueError("There is no tokenizer to read texts with; give one, or ids to gqa_jax.data.texts_of.")
+    files = [files] if isinstance(files, str | Path) else files
     end = getattr(tokenizer, "eos_id", None)
 
     def ids(text: str) -> list[int]:
@@ -64,20 +67,25 @@ def texts_of(rows: Iterable[Sequence[int] | np.ndarray]) -> Texts:
     5
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or one that is no list of int32 numbers.
     """
-    texts = [text for text in (np.asarray(row, np.int32) for row in rows) if text.size]
+    texts = [text for text in map(np.asarray, rows) if text.size]
+    for text in texts:
+        if text.ndim != 1 or text.dtype.kind not in "iu" or not -(2**31) <= text.min() <= text.max() < 2**31:
+            raise ValueError(f"A text is {text!r:.80}; it must be a list of ids.")
     if not texts:
         raise ValueError("There are no texts in the data; give files that are not empty.")
-    return Texts(np.concatenate(texts), np.cumsum([text.size for text in texts]))
+    return Texts(np.concatenate([text.astype(np.int32) for text in texts]), np.cumsum([text.size for text in texts]))
 
 
 def _texts_in(file: Path) -> Iterator[str]:
     try:
-        whole = file.read_text(encoding="utf-8")
+        whole = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} holds bytes that are no UTF-8, at {error.start}; convert it first.") from error
-    if file.suffix != ".jsonl":
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}.") from error
+    if file.suffix.lower() != ".jsonl":
         yield whole
         return
     for number, line in enumerate(whole.split("\n"), 1):
@@ -85,10 +93,12 @@ def _texts_in(file: Path) -> Iterator[str]:
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f'{file}, line {number}, is no JSON object with a "text": {line[:60]!r}.') from error
         if not isinstance(text, str):
             raise ValueError(f'{file}, line {number}, has a "text" that is no string: {text!r:.60}.')
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError(f'{file}, line {number}, has a "text" with half a surrogate pair, which is no letter.')
         yield text
 
 

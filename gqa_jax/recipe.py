@@ -8,6 +8,7 @@ import math
 from typing import Any, Literal, get_args
 
 import jax
+import numpy as np
 import optax
 
 ComputeDtype = Literal["float32", "bfloat16"]
@@ -59,12 +60,13 @@ class Recipe:
     keep: int = 3
 
     def __post_init__(self):
-        object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "betas", tuple(self.betas) if isinstance(self.betas, list) else self.betas)
         least = {"steps": 1, "batch": 1, "length": 2, "accumulate": 1, "warmup": 0, "seed": 0, "save_every": 1, "keep": 1}
         for name, minimum in least.items():
             number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
+            if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < minimum:
                 raise ValueError(f"{name} is {number!r}; it must be a whole number of at least {minimum}.")
+            object.__setattr__(self, name, int(number))
         if self.seed >= 2**32:
             raise ValueError(f"seed is {self.seed}; it must be less than 2**32.")
         if self.warmup >= self.steps:
@@ -76,6 +78,10 @@ class Recipe:
         self._check_numbers()
 
     def _check_numbers(self):
+        for name in ("learning_rate", "clip", "epsilon", "weight_decay", "final"):
+            if not isinstance(getattr(self, name), int | float | np.number):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a number.")
+            object.__setattr__(self, name, float(getattr(self, name)))
         for name in ("learning_rate", "clip", "epsilon"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and finite.")
@@ -83,7 +89,7 @@ class Recipe:
             raise ValueError(f"weight_decay is {self.weight_decay}; it must be at least 0 and finite.")
         if not 0 <= self.final <= 1:
             raise ValueError(f"final is {self.final}; it must be from 0 to 1.")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas is {self.betas}; it must be two numbers from 0 to below 1.")
 
 

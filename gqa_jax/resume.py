@@ -4,13 +4,14 @@ orbax writes a checkpoint beside its place, in the background, and renames it wh
 changed later is found by a list of sizes and checksums that goes along.
 """
 
+import contextlib
 import json
 import logging
 import math
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,8 +59,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of all checkpoints, damaged ones too, the newest first."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted((int(path.name) for path in found if path.name.isdecimal()), reverse=True)
+        found = [path.name for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
+        return sorted((int(name) for name in found if name.isdecimal() and name == str(int(name))), reverse=True)
 
     def save(self, state: State, run: Mapping[str, Any]) -> None:
         """Begins to write a state, and goes on when it is off the devices; waits for the save before.
@@ -68,13 +69,14 @@ class Checkpoints:
             state: what to save.
             run: what else shall be known, of what JSON can hold.
         """
-        manager = self._manager()
-        manager.wait_until_finished()
-        self._saving = int(state.step)
         key = np.asarray(jax.random.key_data(state.key)).tolist()
         arrays = {name: ocp.args.StandardSave(_named(tree)) for name, tree in _trees(state).items()}
-        note = ocp.args.JsonSave({**run, "step": self._saving, "key": key})
-        manager.save(self._saving, args=ocp.args.Composite(**arrays, run=note), force=True)
+        note = ocp.args.JsonSave({**run, "step": int(state.step), "key": key})
+        with self._writing():
+            manager = self._manager()
+            manager.wait_until_finished()
+            self._saving = int(state.step)
+            manager.save(self._saving, args=ocp.args.Composite(**arrays, run=note), force=True)
 
     def restore(self, state: State, axes: State, config: Config, run: Mapping[str, Any]) -> Restored | None:
         """Returns the newest whole checkpoint, lying as `state` does; None where there is none at all.
@@ -104,8 +106,20 @@ class Checkpoints:
     def close(self) -> None:
         """Waits until what is being written is there."""
         if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+            opened, self._opened = self._opened, None
+            with self._writing():
+                opened.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Says what an error in writing, which comes up only later, means for the run."""
+        try:
+            yield
+        except (ValueError, OSError) as error:  # What the file system refuses is a ValueError of tensorstore.
+            raise OSError(
+                f"The checkpoint of step {self._saving} could not be written to {self.folder}; those before it are whole, and "
+                f"the run can be resumed. {error}"
+            ) from error
 
     def _manager(self) -> ocp.CheckpointManager:
         if self._opened is None:
@@ -178,18 +192,29 @@ def check(folder: Path) -> None:
         DamagedError: a file is missing, cut short or changed; it names the first.
     """
     try:
-        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        json.loads((folder / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        listed = {name: (int(size), int(checksum)) for name, (size, checksum) in _object(folder / MANIFEST).items()}
+        step = _object(folder / "run" / "metadata")["step"]
+        _object(folder / "_CHECKPOINT_METADATA")
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedError(f"The checkpoint {folder} is damaged: {error}.") from error
+    if str(step) != folder.name:
+        raise DamagedError(f"The checkpoint {folder} is damaged: it is of step {step}.")
+    found = {str(file.relative_to(folder)) for file in _files(folder)} - {MANIFEST}
+    if others := sorted(found ^ listed.keys()):
+        raise DamagedError(f"The checkpoint {folder} is damaged: {others[0]} is missing, or was not written with it.")
     for name, (size, checksum) in listed.items():
         file = folder / name
-        if not file.is_file():
-            raise DamagedError(f"The checkpoint {folder} is damaged: {name} is missing.")
         if file.stat().st_size != size:
             raise DamagedError(f"The checkpoint {folder} is damaged: {name} has {file.stat().st_size} of {size} bytes.")
         if _print(file)[1] != checksum:
             raise DamagedError(f"The checkpoint {folder} is damaged: {name} is not what was written.")
+
+
+def _object(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} holds no object")
+    return found
 
 
 def _files(folder: Path) -> list[Path]:
@@ -284,7 +309,7 @@ class Log:
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+    return file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.is_file() else []
 
 
 def _step_of(line: str) -> float:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import filelock
 import jax
 import numpy as np
 
@@ -143,6 +144,8 @@ def _check(model: Model, texts: Texts, recipe: Recipe) -> None:
     for id in (int(texts.tokens.min()), int(texts.tokens.max())):
         if not 0 <= id < model.config.vocab_size:
             raise ValueError(f"The texts hold the id {id}; the vocabulary has {model.config.vocab_size}, from 0 on.")
+    if int(np.diff(texts.ends, prepend=0).max()) < 2:
+        raise ValueError("Every text is a single token, so that none can be predicted; give longer ones.")
     parts, rows = 1 if model.placement is None else model.placement.parts("B"), recipe.batch // recipe.accumulate
     if rows % parts:
         raise ValueError(
@@ -160,14 +163,25 @@ class _Folder:
         self._run = {"recipe": same, "config": dataclasses.asdict(config), "data": texts.identity}
         self._checkpoints = Checkpoints(self._path / "checkpoints", recipe.keep)
         self._log: Log | None = None
+        self._lock: filelock.FileLock | None = None
 
     def __enter__(self) -> "_Folder":
+        if jax.process_index() == 0:
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._lock = filelock.FileLock(self._path / ".lock", timeout=0)
+            try:
+                self._lock.acquire()
+            except filelock.Timeout:
+                raise ValueError(f"Another run is at work in {self._path}; wait for its end, or take another folder.") from None
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._checkpoints.close()
-        if self._log is not None:
-            self._log.close()
+        try:
+            self._checkpoints.close()
+        finally:
+            for opened in (self._log, self._lock):
+                if opened is not None:
+                    opened.close() if isinstance(opened, Log) else opened.release()
 
     def begin(self, state: State, rows: data.Rows, resume: bool) -> State:
         """Returns the state to begin with, and brings the rows to where they were then."""
@@ -179,7 +193,6 @@ class _Folder:
         if found is not None:
             state, rows.position = found.state, found.run["position"]
         if jax.process_index() == 0:
-            self._path.mkdir(parents=True, exist_ok=True)
             self._log = Log(self._path / "log.jsonl", int(state.step))
         return state
 

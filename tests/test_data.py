@@ -79,6 +79,12 @@ def test_less_than_a_row_of_text_is_padded():
     assert sorted(map(len, pieces(batch))) == [1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("text", [[5.7, 3.2], [[1, 2], [3, 4]], [2**32 + 3]])
+def test_ids_that_are_none_are_refused(text, unchecked):
+    with pytest.raises(ValueError, match="it must be a list of ids"):
+        data.texts_of([text])
+
+
 def test_files_are_texts_and_lines_of_jsonl_too_each_with_its_end(tmp_path):
     (tmp_path / "a.txt").write_text("naïve\n\ntext\n", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "one", "id": 7}\n\n{"text": ""}\n{"text": "two\\n"}\n', encoding="utf-8")
@@ -101,6 +107,9 @@ def test_files_are_texts_and_lines_of_jsonl_too_each_with_its_end(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}', 'line 2, is no JSON object with a "text"'),
         ("a.jsonl", b"[1", 'line 1, is no JSON object with a "text"'),
         ("a.jsonl", b"[1]", 'line 1, is no JSON object with a "text"'),
+        ("a.JSONL", b"[1]", 'line 1, is no JSON object with a "text"'),
+        ("a.jsonl", b"[" * 100_000, 'line 1, is no JSON object with a "text"'),
+        ("a.jsonl", b'{"text": "\\ud800"}', "half a surrogate pair"),
         ("a.jsonl", b'{"text": 5}', 'line 1, has a "text" that is no string: 5'),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,6 +180,51 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path, ca
     assert "It is taken away, and step 2 is used." in caplog.text
     np.testing.assert_array_equal(found.losses, whole().losses[2:])
     assert saved(tmp_path) == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("manifest.json", "[]"),
+        ("manifest.json", "{}"),
+        ("manifest.json", '{"run/metadata": 5}'),
+        ("_CHECKPOINT_METADATA", "[]"),
+        ("run/metadata", "{}"),
+    ],
+)
+def test_a_list_that_is_no_list_of_its_files_is_damage(tmp_path, file, content):
+    stopped_after(2, tmp_path)
+    (tmp_path / "checkpoints" / "2" / file).write_text(content)
+    with pytest.raises(train.DamagedError, match="is damaged"):
+        resume.check(tmp_path / "checkpoints" / "2")
+
+
+def test_a_checkpoint_under_another_name_is_damaged_and_what_is_no_folder_is_none(tmp_path):
+    stopped_after(5, tmp_path)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "2", folder / "6")
+    (folder / "9").write_text("no checkpoint")
+    (folder / "0004").mkdir()
+    found = go_on(tmp_path)
+    assert found.begun == 4
+    np.testing.assert_array_equal(found.losses, whole().losses[4:])
+
+
+def test_a_folder_in_which_a_run_is_at_work_is_refused(tmp_path):
+    with train._Folder(tmp_path, CONFIG, RECIPE, TEXTS), pytest.raises(ValueError, match="Another run is at work in"):
+        go_on(tmp_path)
+
+
+def test_what_cannot_be_written_is_an_error_of_the_file_system_that_says_what_is_whole(tmp_path, monkeypatch):
+    stopped_after(2, tmp_path)
+
+    def full(*args, **how):
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
+
+    monkeypatch.setattr(resume.ocp.CheckpointManager, "save", full)
+    with pytest.raises(OSError, match=r"step 4 could not be written to .*; those before it are whole, .*No space left"):
+        go_on(tmp_path)
+    assert saved(tmp_path) == [2]
 
 
 def test_what_is_left_of_one_that_was_being_removed_is_in_nobodys_way(tmp_path):

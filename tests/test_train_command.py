@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_a_model_from_nothing_learns_is_kept_and_opens_again(run):
     assert lines["evaluation"].endswith(" after")
     assert lines["model"] == "out/model"
     assert "step 12 of 12: loss " in err
-    assert sorted(path.name for path in pathlib.Path("out").iterdir()) == ["checkpoints", "log.jsonl", "model"]
+    assert sorted(path.name for path in pathlib.Path("out").glob("[!.]*")) == ["checkpoints", "log.jsonl", "model"]
     assert sorted(os.listdir("out/checkpoints")) == ["10", "12", "5"]
     model = gqa_jax.load("out/model")
     assert model.tokenizer.decode(model.tokenizer.encode("naïve")) == "naïve"
@@ -79,6 +80,19 @@ def test_json_is_one_line_and_a_second_run_with_resume_only_goes_on(run):
     code, out, _ = run(*NOTHING, "--out", "out", "--resume")
     assert code == 0
     assert out.startswith("all 12 steps were done before\n")
+
+
+def test_a_model_of_another_run_is_not_taken_for_that_of_this_one(run):
+    assert run(*NOTHING, "--out", "out")[0] == 0
+    kept = pathlib.Path("out/model/model.safetensors").read_bytes()
+    shutil.rmtree("out/checkpoints/12")
+    pathlib.Path("out/model/model.safetensors").write_bytes(b"")
+    assert run(*NOTHING, "--out", "out", "--resume")[0] == 0
+    assert pathlib.Path("out/model/model.safetensors").read_bytes() == kept
+    shutil.rmtree("out/checkpoints")
+    code, _, err = run(*NOTHING, "--out", "out", "--resume")
+    assert code == 2
+    assert "out holds a trained model already, and no run that could go on" in err
 
 
 def test_a_mesh_parts_bfloat16_and_layers_anew_are_options(run):
@@ -102,10 +116,13 @@ def test_a_mesh_parts_bfloat16_and_layers_anew_are_options(run):
         (["--from-scratch", "a.txt"], "a.txt is no config.json that can be read"),
         (["--from-scratch", "few.json"], "a vocab_size of 256, which is too few; bytes need 257"),
         (["--from-scratch", "config.json", "--tokenizer", "no-such"], "'no-such' is no file or folder here"),
+        (["--from-scratch", "list.json"], "list.json is no config.json: it holds no object"),
+        ([*NOTHING, "--out", "a.txt"], "a.txt is no folder"),
         (["no-such-model"], "'no-such-model' is no file or folder here, no known model"),
     ],
 )
 def test_misuse_ends_with_two_and_a_sentence(run, arguments, message):
+    pathlib.Path("list.json").write_text("[1]")
     pathlib.Path("few.json").write_text(json.dumps(SAID | {"vocab_size": 256}))
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
@@ -113,10 +130,10 @@ def test_misuse_ends_with_two_and_a_sentence(run, arguments, message):
     assert "Traceback" not in err
 
 
-def test_texts_that_are_not_there_end_with_one_and_a_loss_that_is_not_finite_too(run):
+def test_texts_that_are_not_there_are_misuse_and_a_loss_that_is_not_finite_a_failure(run):
     code, _, err = run(*NOTHING, data=("none.txt",))
-    assert code == 1
-    assert "none.txt" in err
+    assert code == 2
+    assert "none.txt cannot be read: No such file or directory" in err
     code, _, err = run("--from-scratch", "config.json", "--steps", "4", "--learning-rate", "1e38", "--warmup", "0")
     assert code == 1
     assert "is not finite" in err

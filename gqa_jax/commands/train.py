@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -81,9 +82,13 @@ def run(options: argparse.Namespace) -> None:
     with _shown(options, model.config, recipe) as (show, share), _advice(options.out):
         trained = train.train(model, texts, recipe, options.out, resume=options.resume, report=report)
     after, saved = missed(trained.model), None
-    if options.out and not (saved := Path(options.out, "model")).exists():
-        with bars(options.json) as progress:
-            gqa_jax.save(trained.model, saved, progress)
+    if options.out:
+        saved = Path(options.out, "model")
+        if done and saved.is_dir():
+            shutil.rmtree(saved)  # That of the same run, as it ended before its last checkpoints were lost.
+        if done or not saved.exists():
+            with bars(options.json) as progress:
+                gqa_jax.save(trained.model, saved, progress)
     _say(options, _summary(recipe, done, share, before, after, saved))
 
 
@@ -93,7 +98,7 @@ def _advice(out: str | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if out:
+        if out and any(Path(out, "checkpoints").glob("[0-9]*")):
             print(f"\nThe same command with --resume goes on from the last checkpoint in {out}.", file=sys.stderr)
         raise
 
@@ -103,8 +108,15 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("Give a MODEL to train on, or --from-scratch CONFIG, and not both.")
     if options.resume and not options.out:
         raise ValueError("--resume needs --out DIR, the folder of the run that goes on.")
-    if options.out and not options.resume and Path(options.out, "model").exists():
-        raise ValueError(f"{options.out} holds a trained model already; choose another folder.")
+    if not options.out:
+        return
+    out = Path(options.out).expanduser()
+    options.out = str(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is no folder; choose another name for --out.")
+    goes_on = options.resume and any((out / "checkpoints").glob("[0-9]*"))
+    if any((out / "model").glob("*")) and not goes_on:
+        raise ValueError(f"{out} holds a trained model already, and no run that could go on; choose another folder.")
 
 
 def _recipe(options: argparse.Namespace, context: int) -> Any:
@@ -152,6 +164,8 @@ def _from_nothing(options: argparse.Namespace) -> tuple[Any, Any]:
         said = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(f"{file} is no config.json that can be read: {error}") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{file} is no config.json: it holds no object.")
     archive = Archive(str(file), said, {})
     config = family_of(archive).config(archive)
     if options.tokenizer:
