@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.quality import by, label
+from benchmarks.quality_study import by, label
 from benchmarks.timing import RESULTS
 
 

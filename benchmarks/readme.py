@@ -6,7 +6,7 @@ import statistics
 import sys
 from typing import Any
 
-from benchmarks.quality import by, label
+from benchmarks.quality_study import by, label
 from benchmarks.timing import RESULTS, spread
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
@@ -121,7 +121,8 @@ def _quality_of_conversion(found: dict[str, Any]) -> list[str]:
     lines = [
         f"**SmolLM2-135M from {old} KV heads to {new}**: NLL on {budget['held_tokens']:,} held-out tokens, "
         f"{found['original']:.3f} before; {budget['calibration_tokens']:,} tokens to calibrate, then all weights are trained "
-        f"for {steps[-1]} steps of {budget['tokens_per_step']} tokens, the same for each method; text: {budget['text']}:",
+        f"for {steps[-1]} steps of {budget['tokens_per_step']} tokens at a learning rate of {budget['learning_rate']:g}, the "
+        f"same for each method; text: {budget['text']}:",
         "",
         f"| steps | {' | '.join(map(str, steps))} |",
         f"|---|{'---|' * len(steps)}",

@@ -38,7 +38,8 @@ def plain(share: np.ndarray, kv_heads: int, head_dim: int, rope: Rope | None) ->
 def principal(moment: np.ndarray, weight: np.ndarray, rope: Rope | None) -> Maps:
     """Returns the directions that hold most of what the heads of a group say.
 
-    `moment` is E[z^H z] of all heads side by side, and an error e of head m counts e weight_m e^H.
+    `moment` is E[z^H z] of all heads side by side, and an error e of head m counts e weight_m e^H. What is read
+    is an orthonormal part of the old heads, so that the new weights are as large as the old ones were, and learn as fast.
     """
     kv_heads, lanes, merged, width, _ = weight.shape
     sizes, axes = np.linalg.eigh(weight)
@@ -48,7 +49,10 @@ def principal(moment: np.ndarray, weight: np.ndarray, rope: Rope | None) -> Maps
     blocks = moment.reshape(kv_heads, lanes, merged, width, merged, width)
     weighed = np.einsum("kpmab,kpmbnc,kpncd->kpmand", root, blocks, root, optimize=True).reshape(moment.shape)
     found = np.linalg.eigh(weighed)[1][..., -width:].reshape(weight.shape)
-    return Maps(root @ found, found.conj().swapaxes(-1, -2) @ undo, rope)
+    down, up = root @ found, found.conj().swapaxes(-1, -2) @ undo
+    # The same product, with the columns of `down` at right angles.
+    parts, rest = np.linalg.qr(down.reshape(kv_heads, lanes, merged * width, width))
+    return Maps(parts.reshape(down.shape), rest[:, :, None] @ up, rope)
 
 
 def aligned(moment: np.ndarray, merged: int, rope: Rope | None) -> Maps:

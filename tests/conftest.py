@@ -1,5 +1,6 @@
 """What every test runs under: eight CPU devices, strict dtype promotion, and the real models where a test asks for one."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -59,6 +60,13 @@ def smollm2(smollm2_path):
     from gqa_jax.checkpoint import load
 
     return load(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def shallow(smollm2):
+    """The first layers of SmolLM2: enough to run, and quicker to compile."""
+    config = dataclasses.replace(smollm2.config, num_layers=2)
+    return smollm2._replace(config=config, params=smollm2.params | {"layers": smollm2.params["layers"][:2]})
 
 
 @pytest.fixture(scope="session")

